@@ -1,0 +1,1 @@
+"""How bytes move: streams and events, copiers, direct file I/O, slab and manifest, checksums, fault injection."""

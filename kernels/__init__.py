@@ -1,0 +1,1 @@
+"""What runs on tensors: paged append, paged attention, offset tables, partial block copy."""

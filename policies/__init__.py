@@ -1,0 +1,1 @@
+"""Pure decisions: eviction queues and retention. No torch, no I/O."""

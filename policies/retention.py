@@ -1,0 +1,83 @@
+"""Retention: how long and how firmly a request's blocks are kept (design: public names; TensorRT-LLM's retention config)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier.errors import RequestError
+from kvtier.types import TransferMode
+
+DEFAULT_PRIORITY: Final = 35
+MAX_PRIORITY: Final = 100
+
+
+def check_priority(name: str, priority: int) -> None:
+    """Raise RequestError unless ``priority`` is a whole number in 0..100."""
+    if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= MAX_PRIORITY:
+        raise RequestError(f"{name}={priority!r}: a priority is a whole number from 0 (drop first) to {MAX_PRIORITY}")
+
+
+def check_duration(name: str, seconds: float | None) -> None:
+    """Raise RequestError unless ``seconds`` is None or a positive finite number."""
+    if seconds is not None and not 0.0 < seconds < 1e12:
+        raise RequestError(f"{name}={seconds!r}: a duration is a positive number of seconds, or None for no limit")
+
+
+@dataclass(frozen=True)
+class TokenRange:
+    """Prompt tokens ``[start, end)`` and how their blocks are kept; ``end=None`` runs to the end of the prompt.
+
+    ``duration_seconds`` counts from the block's release; after it the priority falls back to 35.
+    """
+
+    start: int
+    end: int | None
+    priority: int
+    duration_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class RetentionConfig:
+    """Retention of one request. A block takes the range that contains its first token, otherwise none.
+
+    Raises:
+        RequestError: a negative start, an empty or overlapping range, an open range that is not the last, a priority outside
+            0..100, a transfer mode other than DRAM without a directory.
+    """
+
+    ranges: Sequence[TokenRange] = ()
+    decode_priority: int = DEFAULT_PRIORITY
+    decode_duration_seconds: float | None = None
+    transfer_mode: TransferMode = TransferMode.DRAM
+    directory: str | None = None
+
+    def __post_init__(self) -> None:
+        ordered = tuple(sorted(self.ranges, key=lambda r: r.start))
+        object.__setattr__(self, "ranges", ordered)
+        check_priority("decode_priority", self.decode_priority)
+        check_duration("decode_duration_seconds", self.decode_duration_seconds)
+        previous_end: int | None = 0
+        for token_range in ordered:
+            name = f"TokenRange({token_range.start}, {token_range.end})"
+            check_priority(f"{name}: priority", token_range.priority)
+            check_duration(f"{name}: duration_seconds", token_range.duration_seconds)
+            if token_range.start < 0:
+                raise RequestError(f"{name}: start must not be negative")
+            if token_range.end is not None and token_range.end <= token_range.start:
+                raise RequestError(f"{name}: end must be greater than start")
+            if previous_end is None:
+                raise RequestError(f"{name}: the range before it has no end; only the last range may be open")
+            if token_range.start < previous_end:
+                raise RequestError(f"{name}: overlaps the range that ends at {previous_end}; ranges must not overlap")
+            previous_end = token_range.end
+        if self.transfer_mode is TransferMode.POSIX_DEBUG_FALLBACK and not self.directory:
+            raise RequestError("transfer_mode=POSIX_DEBUG_FALLBACK needs directory=..., a folder for one file per block")
+
+    def for_position(self, position: int) -> tuple[int | None, float | None]:
+        """(priority, duration) of the prompt block whose first token is at ``position``; (None, None) outside every range."""
+        for token_range in self.ranges:
+            if token_range.start <= position and (token_range.end is None or position < token_range.end):
+                return token_range.priority, token_range.duration_seconds
+        return None, None

@@ -1,0 +1,1 @@
+"""Where bytes live: layouts, pool indices, primary, host and NVMe geometry, sizing."""

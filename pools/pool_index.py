@@ -1,0 +1,35 @@
+"""``PoolIndex``: where a block's bytes are, as one integer (design: a block is a handle).
+
+A pool index packs (level, slot) so that a move is the exchange of two integers. It is no address and no block id.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NewType
+
+from kvtier.types import Slot
+
+PoolIndex = NewType("PoolIndex", int)
+"""``slot * 4 + level``."""
+
+# Level values as plain constants: the ledger compares them in its hot paths, where an enum lookup costs more than the work.
+PRIMARY: Final = 0
+SECONDARY: Final = 1
+NVME: Final = 2
+NUM_LEVELS: Final = 3
+LEVEL_NAMES: Final = ("primary", "secondary", "nvme")
+
+
+def pool_index(level: int, slot: int) -> PoolIndex:
+    """Pack a level (0, 1, 2) and a slot of that level."""
+    return PoolIndex(slot << 2 | level)
+
+
+def level_of(index: PoolIndex) -> int:
+    """The level as a plain integer; ``Level(level_of(index))`` gives the enum."""
+    return index & 3
+
+
+def slot_of(index: PoolIndex) -> Slot:
+    """The slot inside that level's pool."""
+    return Slot(index >> 2)

@@ -1,0 +1,1 @@
+"""Who owns what and when it moves: ledger, manager, transfers, configuration, engine adapters."""

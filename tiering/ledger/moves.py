@@ -1,0 +1,79 @@
+"""``Move``: what the ledger decided, as a message to the transfer manager (design: the ledger decides, transfers execute).
+
+Moves are numbered and carried out as if in that order. Each end is a pool index with the write generation that its slot had
+when the Move was planned, so that a failure that comes late never touches a slot's next owner.
+"""
+
+from __future__ import annotations
+
+from kvtier.pools.pool_index import NVME, PoolIndex, level_of
+
+
+class Move:
+    """Copy one block of one group from one slot to another. Immutable by convention; compared by number.
+
+    Attributes:
+        number: position in the order of all Moves, ascending from 0.
+        group: group number.
+        block_id: the handle whose content travels.
+        source, source_generation: where from.
+        destination, destination_generation: where to.
+        num_tokens: 0 copies the whole block; n > 0 only the first n tokens of each head, layer and field.
+        key: SHA-256 chain key of the content; empty unless one end is NVMe.
+        priority, expiry: of the block when planned; expiry in wall-clock seconds, 0.0 for none.
+        mode, directory: the request's transfer mode (a ``TransferMode`` value) and directory.
+    """
+
+    __slots__ = ("block_id", "destination", "destination_generation", "directory", "expiry", "group", "key", "mode",
+                 "num_tokens", "number", "priority", "source", "source_generation")
+
+    def __init__(self, number: int, group: int, block_id: int, source: PoolIndex, source_generation: int,
+                 destination: PoolIndex, destination_generation: int, num_tokens: int = 0, key: bytes = b"",
+                 priority: int = 35, expiry: float = 0.0, mode: str = "dram", directory: str = "") -> None:
+        self.number = number
+        self.group = group
+        self.block_id = block_id
+        self.source = source
+        self.source_generation = source_generation
+        self.destination = destination
+        self.destination_generation = destination_generation
+        self.num_tokens = num_tokens
+        self.key = key
+        self.priority = priority
+        self.expiry = expiry
+        self.mode = mode
+        self.directory = directory
+
+    @property
+    def is_host_ordered(self) -> bool:
+        """True when one end is NVMe: its slots stay busy until the call has returned."""
+        return level_of(self.source) == NVME or level_of(self.destination) == NVME
+
+    def __repr__(self) -> str:
+        return (f"Move({self.number}, group={self.group}, block={self.block_id}, {self.source & 3}:{self.source >> 2}"
+                f" -> {self.destination & 3}:{self.destination >> 2}, tokens={self.num_tokens or 'all'})")
+
+
+class Discard:
+    """The content of an NVMe slot is no longer wanted: its manifest row is to be deleted. Numbered like a Move."""
+
+    __slots__ = ("group", "number", "slot")
+
+    def __init__(self, number: int, group: int, slot: int) -> None:
+        self.number = number
+        self.group = group
+        self.slot = slot
+
+
+class WarmRow:
+    """A block that a store directory already holds when the manager starts."""
+
+    __slots__ = ("expiry", "group", "hits", "key", "priority", "slot")
+
+    def __init__(self, group: int, slot: int, key: bytes, priority: int = 35, expiry: float = 0.0, hits: int = 0) -> None:
+        self.group = group
+        self.slot = slot
+        self.key = key
+        self.priority = priority
+        self.expiry = expiry
+        self.hits = hits
