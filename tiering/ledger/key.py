@@ -1,0 +1,226 @@
+"""Keys: what makes two blocks the same (design: reuse is decided by content).
+
+Inside the process a block is identified by its namespace and by the tokens themselves, compared as bytes. Outside (manifest,
+events) it is named by a SHA-256 chain over the same bytes, seeded with the namespace.
+
+Encoding of one block of tokens: 4 bytes per token (int32); 12 where the namespace carries extra ids (int32, uint64). A block
+that multimodal items overlap gets a suffix: the letter ``M``, then per overlapping run the item's digest and the offset inside
+the item. The letter makes the length odd, so such a key never equals a plain one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+from typing import Final
+
+from kvtier.errors import RequestError
+from kvtier.tiering.ledger.request import MultimodalItem, Request
+
+TOKEN_BYTES: Final = 4
+TOKEN_WITH_EXTRA_BYTES: Final = 12
+_MASK64: Final = (1 << 64) - 1
+_MASK32: Final = (1 << 32) - 1
+
+
+Identity = tuple[int | None, str | None, bool, bytes | None, bytes | None]
+
+
+class Namespace:
+    """What must agree before tokens are even compared: LoRA adapter, salt, use of extra ids (and their stable digests).
+
+    ``identity`` is what the tree finds a namespace by; ``chain_seed`` (32 bytes) starts its chain of keys. ``seed`` names the
+    model, layout and format, so that chain keys of different models never meet.
+    """
+
+    def __init__(self, seed: bytes, request: Request) -> None:
+        self.seed = seed
+        self.identity: Identity = (request.lora_id, request.cache_salt, request.extra_ids is not None, request.lora_digest,
+                                   request.extra_ids_digest)
+        self.token_width = TOKEN_BYTES if request.extra_ids is None else TOKEN_WITH_EXTRA_BYTES
+        self._chain_seed = b""
+
+    @property
+    def is_persistent(self) -> bool:
+        """Process-local ids mean nothing to the next process: without a stable digest such blocks never reach NVMe."""
+        lora_id, _salt, uses_extra_ids, lora_digest, extra_ids_digest = self.identity
+        return (lora_id is None or lora_digest is not None) and (not uses_extra_ids or extra_ids_digest is not None)
+
+    @property
+    def chain_seed(self) -> bytes:
+        if not self._chain_seed:
+            lora_id, salt, uses_extra_ids, lora_digest, extra_ids_digest = self.identity
+            digest = hashlib.sha256(b"kvtier namespace 1")
+            for part in (
+                self.seed,
+                b"" if lora_id is None else (b"d" + lora_digest if lora_digest is not None else b"i%d" % lora_id),
+                b"" if salt is None else b"s" + salt.encode("utf-8", "surrogatepass"),
+                b"" if not uses_extra_ids else b"x" + (extra_ids_digest or b""),
+            ):
+                digest.update(struct.pack("<Q", len(part)))
+                digest.update(part)
+            self._chain_seed = digest.digest()
+        return self._chain_seed
+
+
+def next_chain_key(parent: bytes, block_key: bytes) -> bytes:
+    """Chain key (32 bytes) of the block with this key behind the block or namespace whose chain key is ``parent``."""
+    return hashlib.sha256(parent + block_key).digest()
+
+
+def multimodal_keys(items: tuple[MultimodalItem, ...], start: int, end: int) -> list[tuple[bytes, int]]:
+    """(digest, offset inside the item) of each run that overlaps prompt positions [start, end)."""
+    found: list[tuple[bytes, int]] = []
+    for item in items:
+        before = 0  # the item's own tokens in its earlier runs
+        for run_start, length in item.runs:
+            overlap = max(start, run_start)
+            if overlap < min(end, run_start + length):
+                found.append((item.digest, before + overlap - run_start))
+            before += length
+    return found
+
+
+class TokenKeys:
+    """A sequence's tokens as bytes, growing, with the suffixes of its multimodal blocks."""
+
+    def __init__(self, request: Request, tokens_per_block: int) -> None:
+        self.tokens_per_block = tokens_per_block
+        self.width = TOKEN_BYTES if request.extra_ids is None else TOKEN_WITH_EXTRA_BYTES
+        self.block_bytes = tokens_per_block * self.width
+        self.num_tokens = request.num_tokens
+        if request.extra_ids is None:
+            self._data = request.token_bytes
+        else:
+            ids = array("i", request.token_bytes)
+            self._data = b"".join(struct.pack("<iQ", token, extra) for token, extra in zip(ids, request.extra_ids, strict=True))
+        self._appended: list[int] = []
+        self.suffixes: dict[int, bytes] = {}
+        if request.multimodal:
+            for block in range((request.num_tokens + tokens_per_block - 1) // tokens_per_block):
+                overlapping = multimodal_keys(request.multimodal, block * tokens_per_block, (block + 1) * tokens_per_block)
+                if overlapping:
+                    self.suffixes[block] = b"M" + b"".join(digest + struct.pack("<Q", offset) for digest, offset in overlapping)
+
+    def append(self, token: int) -> None:
+        """One more token; the caller has checked that it fits int32."""
+        self._appended.append(token)
+        self.num_tokens += 1
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first ``num_tokens``."""
+        self._data = self.data()[:num_tokens * self.width]
+        self.num_tokens = num_tokens
+
+    def data(self) -> bytes:
+        """All tokens, encoded. Appended tokens are joined on demand: decoding appends far more often than it looks."""
+        if self._appended:
+            if self.width == TOKEN_BYTES:
+                tail = array("i", self._appended).tobytes()
+            else:
+                tail = b"".join(struct.pack("<iQ", token, 0) for token in self._appended)
+            self._data = self._data + tail
+            self._appended = []
+        return self._data
+
+    def block_key(self, block: int, num_tokens: int) -> bytes:
+        """Key of the first ``num_tokens`` (at most a block's) tokens of a block."""
+        start = block * self.block_bytes
+        key = self.data()[start:start + num_tokens * self.width]
+        suffix = self.suffixes.get(block)
+        return key if suffix is None else key + suffix
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Token ids [start, end) as integers."""
+        chunk = self.data()[start * self.width:end * self.width]
+        if self.width == TOKEN_BYTES:
+            return array("i", chunk).tolist()
+        return [struct.unpack_from("<i", chunk, offset)[0] for offset in range(0, len(chunk), self.width)]
+
+
+class BlockKey:
+    """The identity of one block as a value: for callers outside the ledger (``match().first_new_key``) and for events.
+
+    Equality compares every field, tokens included. ``hash64`` is the 64-bit block hash of TensorRT-LLM's first KV event
+    format ("v1"), an option for event consumers that still use it; it never decides reuse.
+    """
+
+    def __init__(self, tokens: tuple[int, ...], lora_id: int | None = None, cache_salt: str | None = None,
+                 extra_ids: tuple[int, ...] | None = None, multimodal: tuple[tuple[bytes, int], ...] = ()) -> None:
+        if extra_ids is not None and len(extra_ids) != len(tokens):
+            raise RequestError(f"{len(extra_ids)} extra_ids for {len(tokens)} tokens; pass one for each token")
+        self.tokens = tokens
+        self.lora_id = lora_id
+        self.cache_salt = cache_salt
+        self.extra_ids = extra_ids
+        self.multimodal = multimodal
+
+    def _fields(self) -> tuple[object, ...]:
+        return (self.tokens, self.lora_id, self.cache_salt, self.extra_ids, self.multimodal)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockKey) and self._fields() == other._fields()
+
+    def __hash__(self) -> int:
+        return hash(self._fields())
+
+    def __repr__(self) -> str:
+        return f"BlockKey{self._fields()}"
+
+    def num_matching_tokens(self, other: BlockKey) -> int:
+        """Equal leading tokens; 0 unless adapter, salt, multimodal keys and use of extra ids are all equal."""
+        if (self.lora_id != other.lora_id or self.cache_salt != other.cache_salt or self.multimodal != other.multimodal
+                or (self.extra_ids is None) != (other.extra_ids is None)):
+            return 0
+        matching = 0
+        for position in range(min(len(self.tokens), len(other.tokens))):
+            if self.tokens[position] != other.tokens[position]:
+                break
+            if self.extra_ids is not None and other.extra_ids is not None and self.extra_ids[position] != other.extra_ids[position]:
+                break
+            matching += 1
+        return matching
+
+    def shorten(self, num_tokens: int) -> BlockKey:
+        """The key of the first ``num_tokens`` tokens. Multimodal blocks cannot be shortened: RequestError."""
+        if self.multimodal:
+            raise RequestError("a block with multimodal content cannot be shortened: part of an item is not that item")
+        if not 0 <= num_tokens <= len(self.tokens):
+            raise RequestError(f"num_tokens={num_tokens}: must be between 0 and {len(self.tokens)}")
+        extra = None if self.extra_ids is None else self.extra_ids[:num_tokens]
+        return BlockKey(self.tokens[:num_tokens], self.lora_id, self.cache_salt, extra, ())
+
+    def hash64(self, parent: int = 0) -> int:
+        """64-bit hash chained to ``parent`` (0 at the start of a prompt). The salt enters once, at the head of the chain."""
+        seed = (len(self.tokens) ^ (parent * 0xBF58476D1CE4E5B9)) & _MASK64
+        if parent == 0 and self.cache_salt is not None:
+            salt = int.from_bytes(hashlib.sha256(self.cache_salt.encode("utf-8", "surrogatepass")).digest()[:8], "little")
+            seed = _mix64(seed, salt)
+        for position, token in enumerate(self.tokens):
+            seed = _mix32(seed, token & _MASK32)
+            if self.extra_ids is not None:
+                seed = _mix64(seed, self.extra_ids[position])
+        if self.lora_id is not None:
+            seed = _mix64(seed, self.lora_id)
+        for digest, offset in self.multimodal:
+            for word in struct.unpack("<8I", digest):
+                seed = _mix32(seed, word)
+            seed = _mix64(seed, offset)
+        return seed
+
+
+def _combine(seed: int, value: int) -> int:
+    return (seed ^ (value + 0x9E3779B9 + (seed << 6) + (seed >> 2))) & _MASK64
+
+
+def _mix32(seed: int, value: int) -> int:
+    value = (((value >> 16) ^ value) * 0x45D9F3B) & _MASK32
+    value = (((value >> 16) ^ value) * 0x45D9F3B) & _MASK32
+    return _combine(seed, (value >> 16) ^ value)
+
+
+def _mix64(seed: int, value: int) -> int:
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return _combine(seed, value ^ (value >> 31))

@@ -1,0 +1,504 @@
+"""``Ledger``: who holds which block, what is stored, and which Moves follow from it (design: the ledger decides).
+
+Pure bookkeeping for one full-attention group. Every method plans completely or changes nothing. The caller holds a lock,
+passes the time in, and fetches the numbered records with ``moves.take()`` before letting go of the lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, cast
+
+from kvtier.errors import CapacityError, RequestError, UnknownBlock, UnknownRequest
+from kvtier.policies.eviction import NOT_QUEUED, eviction_queues
+from kvtier.policies.retention import DEFAULT_PRIORITY, check_priority
+from kvtier.pools.pool_index import LEVEL_NAMES, NUM_LEVELS, PRIMARY, SECONDARY, level_of
+from kvtier.tiering.ledger.admission import AdmissionPlan, BatchPlanner
+from kvtier.tiering.ledger.allocator import BlockAllocator, TierRules
+from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.events import EventLog
+from kvtier.tiering.ledger.key import Namespace, TokenKeys
+from kvtier.tiering.ledger.moves import Move, MoveLog, WarmRow
+from kvtier.tiering.ledger.request import Request
+from kvtier.tiering.ledger.sequence import ActiveSequence, Lease, check_token
+from kvtier.tiering.ledger.stats import LedgerCounters
+from kvtier.tiering.ledger.storing import adopt_warm_blocks, store_blocks
+from kvtier.tiering.ledger.tree import ReuseTree
+
+GROUP: Final = 0  # the one full-attention group
+
+
+class LedgerRules(TierRules):
+    """All that governs a ledger."""
+
+    def __init__(self, enable_block_reuse: bool = True, enable_partial_reuse: bool = True, copy_on_partial_reuse: bool = True,
+                 secondary_offload_min_priority: int = DEFAULT_PRIORITY, nvme_offload_min_priority: int = DEFAULT_PRIORITY,
+                 keep_backing: bool = True, write_ahead_share: float = 0.25, policy: str = "default", publish_events: bool = True,
+                 namespace_seed: bytes = b"") -> None:
+        super().__init__(secondary_offload_min_priority, nvme_offload_min_priority, keep_backing, write_ahead_share)
+        self.enable_block_reuse = enable_block_reuse
+        self.enable_partial_reuse = enable_partial_reuse
+        self.copy_on_partial_reuse = copy_on_partial_reuse
+        self.policy = policy
+        self.publish_events = publish_events
+        self.namespace_seed = namespace_seed
+
+
+class Ledger:
+    """Sequences, reuse tree and handles.
+
+    Args:
+        num_blocks: blocks of the primary, secondary and NVMe level.
+        tokens_per_block: tokens of a full block.
+    """
+
+    def __init__(self, num_blocks: tuple[int, int, int], tokens_per_block: int, rules: LedgerRules) -> None:
+        self.tokens_per_block = tokens_per_block
+        self.rules = rules
+        self.counters = LedgerCounters()
+        self.moves = MoveLog()
+        self.events = EventLog(rules.publish_events, 1)
+        self.tree = ReuseTree(1, tokens_per_block)
+        queues = eviction_queues(rules.policy, NUM_LEVELS)
+        self.allocator = BlockAllocator(GROUP, num_blocks, tokens_per_block, queues, self.tree, self.moves, self.events,
+                                        self.counters, rules)
+        self.sequences: dict[int, ActiveSequence] = {}
+        self.leases: dict[int, Lease] = {}
+        self._next_lease = 0
+        self._next_order = 0
+        levels = list(num_blocks)
+        while len(levels) > 1 and levels[-1] == 0:
+            levels.pop()
+        self.events.created(GROUP, tuple(levels))
+
+    def set_time(self, now: float) -> None:
+        """The clock's reading for the calls that follow; releases count their durations from it."""
+        self.allocator.now = now
+
+    # -- admission -------------------------------------------------------------------------------------------------------
+
+    def add_sequences(self, requests: Sequence[Request]) -> list[ActiveSequence]:
+        """Admit a batch: first every match of every request is claimed, then blocks are taken, in request order.
+
+        Raises:
+            RequestError: an id that is active already or twice in the batch.
+            CapacityError: too few free primary blocks; nothing has changed.
+        """
+        batch_ids: set[int] = set()
+        for request in requests:
+            if request.id in self.sequences or request.id in batch_ids:
+                raise RequestError(f"request {request.id}: this id is active already; remove that sequence first or use another id")
+            batch_ids.add(request.id)
+        planner = BatchPlanner(self.tree, GROUP, self.rules.enable_partial_reuse, self.rules.copy_on_partial_reuse)
+        for request in requests:
+            plan = AdmissionPlan(request, TokenKeys(request, self.tokens_per_block), Namespace(self.rules.namespace_seed, request))
+            if self.rules.enable_block_reuse and not request.skip_read:
+                adopt_warm_blocks(self.tree, self.allocator, plan.namespace, plan.keys, plan.keys.num_tokens - 1)
+                planner.plan(plan)
+            else:
+                planner.plans.append(plan)
+        self._require(planner.needed_primary(), planner.protected_primary(), f"requests {sorted(batch_ids)}")
+        return self._carry_out(planner.plans)
+
+    def _carry_out(self, plans: list[AdmissionPlan]) -> list[ActiveSequence]:
+        allocator = self.allocator
+        sequences: list[ActiveSequence] = []
+        copiers: dict[int, int] = {}  # copies still to be made of each partially matched block
+        for plan in plans:  # claim everything that anybody matched before anything is taken
+            sequence = ActiveSequence(plan.request, plan.keys, plan.namespace, self._next_order)
+            self._next_order += 1
+            sequences.append(sequence)
+            for position, block in enumerate(plan.matches):
+                sequence.origin_levels.append(level_of(block.index))
+                allocator.hold(block)
+                self._apply_retention(plan.request, position, block)
+            if plan.partial is not None:
+                sequence.origin_levels.append(level_of(plan.partial.index))
+                allocator.queues.claim(plan.partial)
+                if not plan.in_place:
+                    copiers[plan.partial.id] = copiers.get(plan.partial.id, 0) + 1
+        for plan, sequence in zip(plans, sequences, strict=True):
+            self._fill(plan, sequence, copiers)
+            self.sequences[sequence.id] = sequence
+        allocator.end_call()
+        return sequences
+
+    def _fill(self, plan: AdmissionPlan, sequence: ActiveSequence, copiers: dict[int, int]) -> None:
+        """Give one sequence its blocks: promote what matched, take the rest."""
+        allocator = self.allocator
+        counters = self.counters
+        taken_before = counters.alloc_total
+        new_before = counters.alloc_new
+        for block in plan.matches:
+            if level_of(block.index) != PRIMARY:
+                allocator.promote(block)
+            sequence.blocks.append(block)
+        partial = plan.partial
+        if partial is not None and plan.in_place:
+            allocator.publish_removed(partial)
+            self.tree.detach(partial, GROUP)
+            allocator.drop_backings(partial)  # they hold what is about to be overwritten
+            allocator.promote(partial)
+            self._set_retention(plan.request, len(plan.matches), partial)
+            partial.ref_count += 1
+            sequence.blocks.append(partial)
+        elif partial is not None:
+            target = self._take_for(plan.request, len(plan.matches))
+            allocator.copy(partial, target, plan.partial_tokens)
+            sequence.blocks.append(target)
+            copiers[partial.id] -= 1
+            if copiers[partial.id] == 0 and partial.ref_count == 0 and partial.node is not None and not allocator.is_busy(partial):
+                allocator.add_content(partial)
+        sequence.num_prefix_blocks = len(sequence.blocks)
+        while len(sequence.blocks) < plan.num_blocks:
+            sequence.blocks.append(self._take_for(plan.request, len(sequence.blocks)))
+        sequence.prepopulated = plan.prepopulated
+        sequence.valid = plan.prepopulated
+        sequence.computed = plan.prepopulated
+        sequence.total_blocks = counters.alloc_total - taken_before
+        sequence.new_blocks = counters.alloc_new - new_before
+        sequence.reused_blocks = sequence.num_prefix_blocks
+        sequence.missed_blocks = plan.num_blocks - sequence.num_prefix_blocks
+        counters.reused_full += len(plan.matches)
+        counters.reused_partial += 1 if partial is not None else 0
+        counters.missed += sequence.missed_blocks
+
+    # -- growing ---------------------------------------------------------------------------------------------------------
+
+    def append_step(self, ids: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        """Append sampled tokens to several sequences at once; what comes before the newest token counts as computed.
+
+        Raises:
+            RequestError: a token outside int32, an id twice, lists of different length.
+            UnknownRequest: no such sequence.
+            CapacityError: too few free primary blocks; nothing was appended to anybody.
+        """
+        if len(ids) != len(tokens):
+            raise RequestError(f"{len(ids)} ids and {len(tokens)} token lists; pass one list for each id")
+        if len(set(ids)) != len(ids):
+            raise RequestError(f"ids={list(ids)}: an id is given twice")
+        needed = 0
+        for request_id, appended in zip(ids, tokens, strict=True):
+            sequence = self.sequence(request_id)
+            for token in appended:
+                check_token(request_id, token)
+            if appended:
+                needed += self._blocks_for(sequence.num_tokens + len(appended)) - len(sequence.blocks)
+                needed += self._must_copy_tail(sequence)
+        self._require(needed, 0, f"one more step of requests {list(ids)}")
+        for request_id, appended in zip(ids, tokens, strict=True):
+            if appended:
+                self._append(self.sequences[request_id], appended)
+
+    def _append(self, sequence: ActiveSequence, appended: Sequence[int]) -> None:
+        if sequence.num_tokens % self.tokens_per_block:
+            self._make_writable(sequence, len(sequence.blocks) - 1)
+        for token in appended:
+            sequence.keys.append(token)
+        retention = sequence.request.retention
+        priority = DEFAULT_PRIORITY if retention is None else retention.decode_priority
+        duration = None if retention is None else retention.decode_duration_seconds
+        while len(sequence.blocks) * self.tokens_per_block < sequence.num_tokens:
+            block = self.allocator.take(priority, duration or 0.0)
+            block.ref_count = 1
+            sequence.blocks.append(block)
+        sequence.computed = sequence.num_tokens - 1
+
+    def mark_computed(self, request_id: int, num_tokens: int) -> None:
+        """The first ``num_tokens`` tokens have their keys and values in the pool now."""
+        sequence = self.sequence(request_id)
+        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or not sequence.computed <= num_tokens <= sequence.num_tokens:
+            raise RequestError(f"request {request_id}: mark_computed({num_tokens!r}); {sequence.computed} are computed already and the "
+                               f"sequence has {sequence.num_tokens} tokens (rewind() takes tokens back)")
+        sequence.computed = num_tokens
+
+    def rewind(self, request_id: int, num_tokens: int) -> None:
+        """Take back the last ``num_tokens`` generated tokens (rejected drafts).
+
+        Raises:
+            RequestError: more than was generated.
+        """
+        sequence = self.sequence(request_id)
+        generated = sequence.num_tokens - sequence.request.num_tokens
+        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or not 0 <= num_tokens <= generated:
+            raise RequestError(f"request {request_id}: rewind({num_tokens!r}); it has generated {generated} tokens and the prompt stays")
+        if num_tokens == 0:
+            return
+        left = sequence.num_tokens - num_tokens
+        sequence.keys.truncate(left)
+        sequence.computed = min(sequence.computed, left)
+        while len(sequence.blocks) > self._blocks_for(left):
+            self.allocator.release(sequence.blocks.pop())
+
+    def make_writable(self, request_id: int, position: int) -> Block:
+        """The sequence's block at this position, alone in holding it and out of the tree, so that it may be written."""
+        sequence = self.sequence(request_id)
+        if sequence.blocks[position].ref_count > 1:
+            self._require(1, 0, f"a private copy for request {request_id}")
+        self._make_writable(sequence, position)
+        return sequence.blocks[position]
+
+    def _must_copy_tail(self, sequence: ActiveSequence) -> int:
+        return 1 if sequence.num_tokens % self.tokens_per_block and sequence.blocks[-1].ref_count > 1 else 0
+
+    def _make_writable(self, sequence: ActiveSequence, position: int) -> None:
+        """Whatever writes into a block first drops its key, node and backings; a shared block is copied first."""
+        block = sequence.blocks[position]
+        if block.ref_count > 1:
+            private = self.allocator.take(block.priority, block.duration)
+            private.ref_count = 1
+            self.allocator.copy(block, private, 0)
+            self.allocator.release(block)
+            sequence.blocks[position] = private
+        elif block.node is not None:
+            self.allocator.drop(block)
+
+    # -- storing and ending ----------------------------------------------------------------------------------------------
+
+    def store_context(self, request_id: int) -> None:
+        """Full, computed blocks enter the reuse tree."""
+        self._store(self.sequence(request_id), False)
+
+    def remove_sequence(self, request_id: int, store: bool) -> None:
+        """End a sequence. ``store`` keeps what was computed, the partial tail included, for reuse."""
+        sequence = self.sequence(request_id)
+        if store:
+            self._store(sequence, True)
+        del self.sequences[request_id]
+        for block in reversed(sequence.blocks):  # so that the tail is given up before the head
+            self.allocator.release(block)
+
+    def _store(self, sequence: ActiveSequence, with_partial: bool) -> None:
+        if not self.rules.enable_block_reuse or sequence.request.skip_write or sequence.must_preempt:
+            return
+        store_blocks(self.tree, self.allocator, self.events, sequence, GROUP, with_partial)
+
+    # -- leases ----------------------------------------------------------------------------------------------------------
+
+    def pin(self, request_id: int) -> Lease:
+        """Hold a sequence's blocks beyond its end, until the lease is released."""
+        sequence = self.sequence(request_id)
+        lease = Lease(self._next_lease, request_id, list(sequence.blocks))
+        self._next_lease += 1
+        for block in lease.blocks:
+            self.allocator.hold(block)
+        self.leases[lease.lease_id] = lease
+        return lease
+
+    def release_lease(self, lease: Lease) -> None:
+        """Raises RequestError when it was released before."""
+        if self.leases.pop(lease.lease_id, None) is None:
+            raise RequestError(f"lease {lease.lease_id} of request {lease.request_id}: released already")
+        for block in reversed(lease.blocks):
+            self.allocator.release(block)
+
+    # -- single blocks ---------------------------------------------------------------------------------------------------
+
+    def block(self, block_id: int) -> Block:
+        """Raises UnknownBlock."""
+        blocks = self.allocator.blocks
+        if isinstance(block_id, bool) or not isinstance(block_id, int) or not 0 <= block_id < len(blocks):
+            raise UnknownBlock(f"block {block_id!r}: this group has blocks 0..{len(blocks) - 1}")
+        return blocks[block_id]
+
+    def set_priority(self, block_id: int, priority: int) -> None:
+        """Change the retention priority of an unreferenced block that holds content."""
+        check_priority("priority", priority)
+        block = self._idle(block_id, "set_priority")
+        self._change_priority(block, priority)
+        self.allocator.queues.claim(block)
+        self.allocator.add_content(block)
+
+    def offload(self, block_id: int) -> None:
+        """Move an unreferenced primary block one level down."""
+        block = self._idle(block_id, "offload")
+        if level_of(block.index) != PRIMARY:
+            raise RequestError(f"block {block_id}: offload needs a primary block, it is on the {LEVEL_NAMES[level_of(block.index)]} level")
+        if not self.allocator.offload(block):
+            raise CapacityError(f"block {block_id}: no secondary block holds content of priority {block.priority} or less; "
+                                f"enlarge secondary (now {self.allocator.num_blocks[SECONDARY]} blocks)", 1, 0)
+
+    def onboard(self, block_id: int) -> None:
+        """Bring an unreferenced lower block to the primary level."""
+        block = self._idle(block_id, "onboard")
+        if level_of(block.index) == PRIMARY:
+            return
+        if block.node is None:
+            raise RequestError(f"block {block_id}: found on NVMe at start and not matched yet; its tokens are unknown")
+        self._require(1, 0, f"block {block_id}")
+        self.allocator.queues.claim(block)
+        self.allocator.promote(block)
+        self.allocator.end_call()
+        if not self.allocator.is_busy(block):
+            self.allocator.add_content(block)
+        else:
+            self.allocator.queues.note_release(block, self.allocator.now)
+
+    def _idle(self, block_id: int, verb: str) -> Block:
+        block = self.block(block_id)
+        if block.queue == NOT_QUEUED or not block.has_content:
+            state = "referenced or being transferred" if block.queue == NOT_QUEUED else "empty"
+            raise RequestError(f"block {block_id}: {verb} needs an unreferenced block with content; this one is {state}")
+        return block
+
+    # -- time and Moves --------------------------------------------------------------------------------------------------
+
+    def refresh(self, now: float) -> None:
+        """Once per engine step: let durations expire and write cold blocks ahead to NVMe."""
+        self.set_time(now)
+        self.allocator.queues.refresh(now)
+        self.allocator.write_ahead()
+
+    def write_everything_out(self) -> bool:
+        """Start NVMe copies of all unreferenced content that may have one. False while some had to be left for later."""
+        priority = max(self.rules.nvme_offload_min_priority, self.rules.secondary_offload_min_priority)
+        for level in (SECONDARY, PRIMARY):
+            coldest = self.allocator.queues.coldest(level, priority, self.allocator.num_blocks[level])
+            if not self.allocator.write_out([cast(Block, record) for record in coldest]):
+                return False
+        return self.allocator.writes_in_flight == 0
+
+    def finish(self, move: Move, failed: bool) -> None:
+        """A Move has ended. When it failed, its content is lost to everybody who holds it."""
+        lost = self.allocator.finish(move, failed)
+        if lost is not None:
+            self.counters.lost += 1
+            self._lose(lost)
+
+    def _lose(self, block: Block) -> None:
+        """The block's bytes never arrived: out of the tree, and every sequence that holds it goes back to the tokens before it."""
+        if block.node is not None:
+            self.allocator.publish_removed(block)
+            self.tree.detach(block, GROUP)
+        self.allocator.drop_backings(block)
+        for sequence in self.sequences.values():
+            if block in sequence.blocks:
+                self._replace_prefix_from(sequence, sequence.blocks.index(block))
+        self.allocator.end_call()
+        if block.ref_count == 0 and not self.allocator.is_busy(block):
+            self.allocator.queues.claim(block)
+            self.allocator.queues.add_empty_first(block, level_of(block.index))
+
+    def _replace_prefix_from(self, sequence: ActiveSequence, first: int) -> None:
+        """Exchange a failed block and the reused blocks behind it for private ones: the engine will compute them again."""
+        sequence.valid = min(sequence.valid, first * self.tokens_per_block)
+        sequence.computed = min(sequence.computed, sequence.valid)
+        sequence.must_report = True
+        for position in range(first, max(sequence.num_prefix_blocks, first + 1)):
+            block = sequence.blocks[position]
+            if block.ref_count == 1 and block.node is None:
+                continue  # private already
+            if self.allocator.queues.free[PRIMARY] == 0:
+                sequence.must_preempt = True
+                return
+            private = self._take_for(sequence.request, position)
+            sequence.blocks[position] = private
+            self.allocator.release(block)
+        sequence.num_prefix_blocks = min(sequence.num_prefix_blocks, first)
+
+    def deliver(self, sequence: ActiveSequence) -> None:
+        """The sequence is ready: its hits count now, by the level they came from."""
+        sequence.must_report = False
+        if sequence.delivered:
+            return
+        sequence.delivered = True
+        left = sequence.valid
+        for level in sequence.origin_levels:
+            tokens = min(left, self.tokens_per_block)
+            if tokens <= 0:
+                break
+            self.counters.hit_tokens[level] += tokens
+            self.counters.hit_blocks[level] += 1
+            left -= tokens
+
+    # -- start and reset -------------------------------------------------------------------------------------------------
+
+    def adopt_store(self, rows: Sequence[WarmRow], quarantined: Sequence[int]) -> None:
+        """At start: what the store directory holds already."""
+        for slot in quarantined:
+            self.allocator.quarantine_slot(slot)
+        for row in sorted(rows, key=_warm_order):
+            self.allocator.adopt_warm(row.slot, row.key, row.priority)
+
+    def reset(self) -> None:
+        """Forget all cached content on all levels. Active sequences keep their blocks, which are stored by nobody's leave.
+
+        Raises:
+            RequestError: sequences or leases are active.
+        """
+        if self.sequences or self.leases:
+            raise RequestError(f"reset: {len(self.sequences)} sequences and {len(self.leases)} leases are active; end them first")
+        for block in self.allocator.blocks:
+            if block.has_content:
+                self.allocator.forget(block)
+
+    # -- helpers ---------------------------------------------------------------------------------------------------------
+
+    def sequence(self, request_id: int) -> ActiveSequence:
+        """Raises UnknownRequest."""
+        sequence = self.sequences.get(request_id)
+        if sequence is None:
+            raise UnknownRequest(f"request {request_id!r}: no active sequence has this id (active: {len(self.sequences)})")
+        return sequence
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return (num_tokens + self.tokens_per_block - 1) // self.tokens_per_block
+
+    def _take_for(self, request: Request, position: int) -> Block:
+        """A referenced primary block for the prompt block at ``position``, with the request's retention."""
+        block = self.allocator.take(DEFAULT_PRIORITY, 0.0)
+        self._set_retention(request, position, block)
+        block.ref_count = 1
+        return block
+
+    def _set_retention(self, request: Request, position: int, block: Block) -> None:
+        priority: int | None = None
+        duration: float | None = None
+        if request.retention is not None:
+            priority, duration = request.retention.for_position(position * self.tokens_per_block)
+        block.priority = DEFAULT_PRIORITY if priority is None else priority
+        block.duration = duration or 0.0
+
+    def _apply_retention(self, request: Request, position: int, block: Block) -> None:
+        """A match may raise or lower the priority of what it matched; a duration is always replaced."""
+        priority: int | None = None
+        duration: float | None = None
+        if request.retention is not None:
+            priority, duration = request.retention.for_position(position * self.tokens_per_block)
+        if priority is not None:
+            self._change_priority(block, priority)
+        block.duration = duration or 0.0
+        block.expires_at = 0.0
+
+    def _change_priority(self, block: Block, priority: int) -> None:
+        if block.priority != priority:
+            if self.events.enabled and block.node is not None:
+                self.events.priority_changed(GROUP, self.allocator.chain_key(block), block.priority, priority)
+            block.priority = priority
+
+    def _require(self, needed: int, held: int, what: str) -> None:
+        """Raise CapacityError unless ``needed`` primary blocks can be taken beside the ``held`` ones."""
+        available = self.allocator.queues.free[PRIMARY] - held
+        if needed <= available:
+            return
+        total = self.allocator.num_blocks[PRIMARY]
+        preempt: list[int] = []
+        gained = available
+        for sequence in sorted(self.sequences.values(), key=_admission_order, reverse=True):
+            if gained >= needed:
+                break
+            gained += sum(1 for block in sequence.blocks if block.ref_count == 1)
+            preempt.append(sequence.id)
+        if gained < needed:
+            preempt = []
+        remedy = (f"pre-empt requests {preempt}" if preempt else
+                  f"enlarge primary (now {total} blocks of {self.tokens_per_block} tokens) or send fewer tokens")
+        raise CapacityError(f"{what}: {needed} primary blocks needed, {available} available of {total}; {remedy}", needed, available, preempt)
+
+
+def _warm_order(row: WarmRow) -> int:
+    return row.hits
+
+
+def _admission_order(sequence: ActiveSequence) -> int:
+    return sequence.order

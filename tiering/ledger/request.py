@@ -1,0 +1,148 @@
+"""``Request``: what an engine asks the tier to hold, checked once when it is made (design: public names)."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, Final, cast
+
+from kvtier.errors import RequestError
+from kvtier.policies.retention import RetentionConfig
+
+INT32_MIN: Final = -(1 << 31)
+INT32_MAX: Final = (1 << 31) - 1
+UINT64_MAX: Final = (1 << 64) - 1
+DIGEST_BYTES: Final = 32
+
+
+def token_bytes(tokens: object, name: str = "tokens") -> bytes:
+    """Tokens as native int32 bytes, copied once.
+
+    Accepts any one-dimensional int32 buffer (bytes-like objects of format ``i``, numpy arrays, ``array('i')``), anything with
+    ``tolist()`` (torch tensors, other integer arrays) and sequences of ints.
+
+    Raises:
+        RequestError: not integers, or a value outside int32 (names its position).
+    """
+    try:
+        view = memoryview(cast(Any, tokens))
+    except TypeError:
+        view = None
+    if view is not None:
+        if view.ndim != 1:
+            raise RequestError(f"{name}: a buffer of {view.ndim} dimensions; pass one dimension of int32 token ids")
+        if view.format in ("i", "=i", "<i", "@i") and view.itemsize == 4:
+            return view.tobytes()
+        if view.format in ("f", "d", "e", "?", "B", "b", "c"):
+            raise RequestError(f"{name}: a buffer of format {view.format!r}; pass int32 token ids")
+    values = cast(Any, tokens).tolist() if hasattr(tokens, "tolist") else tokens
+    if not isinstance(values, list | tuple | range):
+        raise RequestError(f"{name}={type(tokens).__name__}: pass a sequence of ints or an int32 buffer")
+    try:
+        return array("i", values).tobytes()
+    except (OverflowError, TypeError):
+        for position, value in enumerate(values):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise RequestError(f"{name}[{position}]={value!r}: token ids are whole numbers") from None
+            if not INT32_MIN <= value <= INT32_MAX:
+                raise RequestError(
+                    f"{name}[{position}]={value}: outside int32 ({INT32_MIN}..{INT32_MAX}); pass token ids of the model's vocabulary") from None
+        raise RequestError(f"{name}: not a sequence of int32 token ids") from None
+
+
+class MultimodalItem:
+    """One image, sound or video inside a prompt.
+
+    Args:
+        digest: 32 bytes that identify the content (a SHA-256 of it).
+        runs: (start, length) runs of prompt positions that its tokens occupy, ascending, not overlapping.
+
+    Raises:
+        RequestError: a digest of another length, an empty, negative or overlapping run.
+    """
+
+    def __init__(self, digest: bytes, runs: Sequence[tuple[int, int]]) -> None:
+        if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
+            raise RequestError(f"digest: {len(digest)} bytes; a content digest has {DIGEST_BYTES} (for example a SHA-256)")
+        if not runs:
+            raise RequestError("runs=[]: a multimodal item needs the (start, length) runs of its tokens")
+        end = 0
+        for start, length in runs:
+            if start < end or length <= 0:
+                raise RequestError(f"runs: ({start}, {length}) after position {end}; runs ascend, do not overlap and have a positive length")
+            end = start + length
+        self.digest = digest
+        self.runs: tuple[tuple[int, int], ...] = tuple((start, length) for start, length in runs)
+
+
+class Request:
+    """One sequence to be served.
+
+    Args:
+        id: the engine's id; unique among active sequences.
+        tokens: prompt token ids, see :func:`token_bytes`. At least one.
+        lora_id: adapter the prompt is computed with. Blocks of different adapters are never shared. ``lora_digest`` (stable
+            across processes) lets such blocks reach NVMe.
+        cache_salt: blocks are shared only among requests of equal salt.
+        extra_ids: one unsigned 64-bit id per prompt token (prompt tuning); ``extra_ids_digest`` lets such blocks reach NVMe.
+        multimodal: items whose content is part of the key of the blocks they overlap.
+        retention: how long blocks are kept; None keeps priority 35.
+        beam_width: 1 (beam search is not included yet).
+        max_new_tokens: how many tokens may be generated; used by capacity estimates.
+        num_draft_tokens: speculative tokens per step; used by capacity estimates.
+        encoder_length: encoder tokens of cross-attention layers.
+        skip_read: match nothing. skip_write: store nothing.
+
+    Raises:
+        RequestError: see each argument.
+    """
+
+    def __init__(self, id: int, tokens: object, *, lora_id: int | None = None, cache_salt: str | None = None,
+                 extra_ids: Sequence[int] | None = None, multimodal: Sequence[MultimodalItem] = (),
+                 retention: RetentionConfig | None = None, beam_width: int = 1, max_new_tokens: int = 0,
+                 num_draft_tokens: int = 0, encoder_length: int = 0, skip_read: bool = False, skip_write: bool = False,
+                 lora_digest: bytes | None = None, extra_ids_digest: bytes | None = None) -> None:
+        if isinstance(id, bool) or not isinstance(id, int):
+            raise RequestError(f"id={id!r}: a request id is a whole number")
+        self.id = id
+        self.token_bytes = token_bytes(tokens)
+        self.num_tokens = len(self.token_bytes) // 4
+        if self.num_tokens == 0:
+            raise RequestError(f"request {id}: tokens=[]; a prompt has at least one token")
+        if lora_id is not None and (isinstance(lora_id, bool) or not isinstance(lora_id, int) or not 0 <= lora_id <= UINT64_MAX):
+            raise RequestError(f"request {id}: lora_id={lora_id!r}; pass a whole number from 0 to 2^64-1, or None")
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise RequestError(f"request {id}: cache_salt={cache_salt!r}; pass a string, or None")
+        self.lora_id = lora_id
+        self.cache_salt = cache_salt
+        self.extra_ids: tuple[int, ...] | None = None
+        if extra_ids is not None:
+            ids = tuple(extra_ids)
+            if len(ids) != self.num_tokens:
+                raise RequestError(f"request {id}: {len(ids)} extra_ids for {self.num_tokens} tokens; pass one for each token")
+            for position, value in enumerate(ids):
+                if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= UINT64_MAX:
+                    raise RequestError(f"request {id}: extra_ids[{position}]={value!r}; pass whole numbers from 0 to 2^64-1")
+            self.extra_ids = ids
+        self.multimodal: tuple[MultimodalItem, ...] = tuple(multimodal)
+        for item in self.multimodal:
+            start, length = item.runs[-1]
+            if start + length > self.num_tokens:
+                raise RequestError(f"request {id}: a multimodal run ends at {start + length}, the prompt has {self.num_tokens} tokens")
+        for name, number, least in (("beam_width", beam_width, 1), ("max_new_tokens", max_new_tokens, 0),
+                                    ("num_draft_tokens", num_draft_tokens, 0), ("encoder_length", encoder_length, 0)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise RequestError(f"request {id}: {name}={number!r}; must be a whole number of at least {least}")
+        if beam_width > 1:
+            raise RequestError(f"request {id}: beam_width={beam_width}; beam search is not included yet, use 1")
+        if encoder_length:
+            raise RequestError(f"request {id}: encoder_length={encoder_length}; cross-attention is not included yet, use 0")
+        self.retention = retention
+        self.beam_width = beam_width
+        self.max_new_tokens = max_new_tokens
+        self.num_draft_tokens = num_draft_tokens
+        self.encoder_length = encoder_length
+        self.skip_read = skip_read
+        self.skip_write = skip_write
+        self.lora_digest = lora_digest
+        self.extra_ids_digest = extra_ids_digest

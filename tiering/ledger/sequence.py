@@ -1,0 +1,73 @@
+"""``ActiveSequence``: what the ledger keeps of one request while the engine works on it."""
+
+from __future__ import annotations
+
+from kvtier.errors import RequestError
+from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.key import Namespace, TokenKeys
+from kvtier.tiering.ledger.request import INT32_MAX, INT32_MIN, Request
+
+
+class ActiveSequence:
+    """One sequence.
+
+    Attributes:
+        blocks: its handles in prompt order.
+        computed: leading tokens whose keys and values are there.
+        prepopulated: leading tokens promised by reuse; ``valid`` is what is left of them after failed reads.
+        num_prefix_blocks: leading blocks that came from reuse, the partially matched one included.
+        origin_levels: level on which each of these was found.
+        must_report: ``valid`` shrank and the engine has not been told yet.
+        must_preempt: a failed block could not be replaced; the engine has to remove this sequence.
+        delivered: its hits have been counted.
+    """
+
+    def __init__(self, request: Request, keys: TokenKeys, namespace: Namespace, order: int) -> None:
+        self.request = request
+        self.keys = keys
+        self.namespace = namespace
+        self.order = order  # ascending with admission: pre-emption names the newest first
+        self.blocks: list[Block] = []
+        self.computed = 0
+        self.prepopulated = 0
+        self.valid = 0
+        self.num_prefix_blocks = 0
+        self.origin_levels: list[int] = []
+        self.must_report = False
+        self.must_preempt = False
+        self.delivered = False
+        self.total_blocks = 0
+        self.new_blocks = 0
+        self.reused_blocks = 0
+        self.missed_blocks = 0
+
+    @property
+    def id(self) -> int:
+        return self.request.id
+
+    @property
+    def num_tokens(self) -> int:
+        return self.keys.num_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.keys.num_tokens > self.request.num_tokens
+
+    def storable_tokens(self) -> int:
+        """What may enter the tree: what was computed, and never the newest token."""
+        return min(self.computed, self.keys.num_tokens - 1)
+
+
+class Lease:
+    """Blocks held on behalf of one request until released. ``block_ids``: the pinned handles in prompt order."""
+
+    def __init__(self, lease_id: int, request_id: int, blocks: list[Block]) -> None:
+        self.lease_id = lease_id
+        self.request_id = request_id
+        self.blocks = blocks
+
+
+def check_token(request_id: int, token: int) -> None:
+    """Raise RequestError unless a sampled token fits int32."""
+    if isinstance(token, bool) or not isinstance(token, int) or not INT32_MIN <= token <= INT32_MAX:
+        raise RequestError(f"request {request_id}: token {token!r}; a token id is a whole number within int32")
