@@ -1,0 +1,132 @@
+"""What the paged kernels ask of their arguments, and how they say what is wrong.
+
+All errors are :class:`~kvtier.errors.RequestError`: whoever called a kernel passed something that cannot be carried
+out. A message names the kernel, the tensor, the sequence, the value, the allowed range and the remedy. Checks of shapes
+cost nothing and always run; checks of values read tensors, which on a GPU would make the host wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from kvtier.errors import RequestError
+
+NULL_ENTRY: Final = -1
+"""The table entry of a block that is not there: all ones as int32."""
+
+FLOAT_TYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INDEX_TYPES: Final = (torch.int32, torch.int64)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_shape(kernel: str, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], axes: str) -> None:
+    """``tensor`` has ``shape``, where None stands for any length. ``axes`` describes the shape in words."""
+    fits = tensor.dim() == len(shape)
+    if not fits or any(want is not None and want != have for want, have in zip(shape, tensor.shape, strict=True)):
+        wanted = ", ".join("any" if want is None else str(want) for want in shape)
+        raise RequestError(f"{kernel}: {name} has shape {tuple(tensor.shape)}: pass [{axes}] = [{wanted}]")
+
+
+def check_dtype(kernel: str, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """``tensor`` has one of ``dtypes``."""
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(_name(dtype) for dtype in dtypes)
+        raise RequestError(f"{kernel}: {name} has dtype {_name(tensor.dtype)}: pass {allowed}")
+
+
+def check_same_device(kernel: str, pages: torch.Tensor, **tensors: torch.Tensor | None) -> None:
+    """All ``tensors`` are where the pages are."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != pages.device:
+            raise RequestError(f"{kernel}: {name} is on {tensor.device}, the pages are on {pages.device}: "
+                               "move it there first")
+
+
+def check_table(kernel: str, name: str, table: torch.Tensor, *, with_sequences: bool) -> None:
+    """A block table int32 ``[sequences, 2, max_blocks]``, or one sequence's row of it ``[2, max_blocks]``."""
+    if with_sequences:
+        check_shape(kernel, name, table, (None, 2, None), "sequences, fields, max_blocks")
+    else:
+        check_shape(kernel, name, table, (2, None), "fields, max_blocks")
+    check_dtype(kernel, name, table, (torch.int32,))
+
+
+def checks_values(pages: torch.Tensor, asked: bool | None) -> bool:
+    """Whether values are checked: as asked, and by default where it is cheap, on a CPU."""
+    return pages.device.type == "cpu" if asked is None else asked
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """The pages of one layer in a pool of blocks, and which table entries name one of them."""
+
+    kernel: str   #: who asks, for messages
+    num_pages: int
+    heads: int
+    tokens_per_block: int
+    head_dim: int
+    offset: int   #: pages to add to a table entry: layer * kv_factor
+    num_layers: int | None
+    kv_factor: int
+
+    @classmethod
+    def of(cls, kernel: str, pages: torch.Tensor, *, layer: int, num_layers: int | None, kv_factor: int) -> LayerPages:
+        """Check that the pool's pages, the layer and the factors fit together."""
+        check_shape(kernel, "pages", pages, (None,) * 4, "pages, heads, tokens_per_block, head_dim")
+        num_pages, heads, tokens_per_block, head_dim = pages.shape
+        if not pages.numel() or tokens_per_block & (tokens_per_block - 1):
+            raise RequestError(f"{kernel}: pages has shape {tuple(pages.shape)}: no axis may be empty, "
+                               "and tokens_per_block must be a power of two")
+        if kv_factor not in (1, 2):
+            raise RequestError(f"{kernel}: kv_factor={kv_factor}: pass 2 for keys and values, 1 where one row is both")
+        if num_layers is not None and (num_layers < 1 or num_pages % (num_layers * kv_factor)):
+            raise RequestError(f"{kernel}: num_layers={num_layers} and kv_factor={kv_factor} do not divide the pool's "
+                               f"{num_pages} pages: pass what the pool was made with")
+        layers = num_layers if num_layers is not None else max(1, num_pages // kv_factor)
+        if not 0 <= layer < layers:
+            raise RequestError(f"{kernel}: layer={layer}: the pool's blocks have layers 0 to {layers - 1}")
+        return cls(kernel, num_pages, heads, tokens_per_block, head_dim, layer * kv_factor, num_layers, kv_factor)
+
+    def is_bad(self, entries: torch.Tensor, field_axis: int) -> torch.Tensor:
+        """Which table entries name no page of this layer, bool in the shape of ``entries``.
+
+        An entry is judged before the offset is added: null plus an offset would be somebody else's page.
+        """
+        bad = (entries < 0) | (entries >= self.num_pages - self.offset)
+        if self.num_layers is not None:
+            fields = torch.arange(entries.shape[field_axis], device=entries.device) % self.kv_factor
+            shape = [1] * entries.dim()
+            shape[field_axis] = -1
+            bad |= entries % (self.num_layers * self.kv_factor) != fields.view(shape)
+        return bad
+
+    def entry_error(self, name: str, sequence: int, field: int, block: int, entry: int) -> RequestError:
+        """The error for one table entry that :meth:`is_bad` found."""
+        first, limit = block * self.tokens_per_block, self.num_pages - self.offset - 1
+        place = (f"{self.kernel}: {name}[{sequence}, {field}, {block}]={entry} (sequence {sequence}, "
+                 f"{('keys', 'values')[field]} of positions {first} to {first + self.tokens_per_block - 1})")
+        if entry == NULL_ENTRY:
+            return RequestError(f"{place}: null, there is no block (allowed: 0 to {limit}); "
+                                "allocate the sequence's blocks and fill the table before this call")
+        if not 0 <= entry <= limit:
+            return RequestError(f"{place}: outside the pool (allowed: 0 to {limit}, with {self.num_pages} pages and a "
+                                f"layer offset of {self.offset}); fill the table from the slots of this pool")
+        assert self.num_layers is not None
+        step, field = self.num_layers * self.kv_factor, field % self.kv_factor
+        return RequestError(f"{place}: not the first page of this field of a block (allowed: slot * {step} + {field}); "
+                            "fill the table with the layers and the kv_factor of this pool")
+
+    def check_visible(self, name: str, table: torch.Tensor, lengths: torch.Tensor) -> None:
+        """The entries of the first ``lengths[s]`` tokens of every sequence name pages."""
+        blocks = (lengths + (self.tokens_per_block - 1)) // self.tokens_per_block
+        bad = self.is_bad(table, field_axis=1)
+        bad &= (torch.arange(table.shape[2], device=table.device) < blocks[:, None])[:, None]
+        if bool(bad.any()):
+            sequence, field, block = bad.nonzero()[0].tolist()
+            raise self.entry_error(name, sequence, field, block, int(table[sequence, field, block]))

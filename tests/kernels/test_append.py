@@ -1,0 +1,235 @@
+"""write_kv: where tokens land, what is left alone, and what is refused before a byte is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.errors import ConfigError, RequestError
+from kvtier.kernels import write_kv
+from kvtier.kernels.append import append_reference
+
+
+def all_tokens(batch, index_dtype=torch.int64):
+    """Keys, values, sequences and positions of every token of a batch, shuffled: order must not matter."""
+    sequences = torch.cat([torch.full((length,), number) for number, length in enumerate(batch.lengths)])
+    positions = torch.cat([torch.arange(length) for length in batch.lengths])
+    order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(batch.seed))
+    return (torch.cat(batch.keys)[order], torch.cat(batch.values)[order],
+            sequences[order].to(index_dtype), positions[order].to(index_dtype))
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(0, 21), min_size=1, max_size=4), index_dtype=st.sampled_from([torch.int32, torch.int64]),
+       shape=st.fixed_dictionaries({
+           "heads": st.integers(1, 3), "tokens_per_block": st.sampled_from([1, 4, 16]), "head_dim": st.sampled_from([5, 8, 64]),
+           "layer": st.integers(0, 2), "dtype": st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+           "tokens_first": st.booleans(), "seed": st.integers(0, 1000)}))
+def test_every_token_lands_in_its_own_page_and_nothing_else_changes(paged, same_bits, lengths, index_dtype, shape):
+    batch = paged(lengths, **shape)
+    key, value, sequences, positions = all_tokens(batch, index_dtype)
+    write_kv(batch.pages, key, value, batch.table, sequences, positions, **batch.address)
+    assert same_bits(batch.blocks, paged(lengths, **shape).write_without_kernel().blocks)
+
+
+def test_the_reference_does_the_same(paged, same_bits):
+    batch, expected = paged([9, 4, 1]), paged([9, 4, 1]).write_without_kernel()
+    key, value, sequences, positions = all_tokens(batch)
+    append_reference(batch.pages, key, value, batch.table, sequences, positions, layer=batch.layer)
+    assert same_bits(batch.blocks, expected.blocks)
+
+
+def test_a_second_chunk_does_not_overwrite_the_first(paged, same_bits):
+    batch, expected = paged([11]), paged([11]).write_without_kernel()
+    for begin, end in ((0, 6), (6, 11)):
+        write_kv(batch.pages, *batch.chunk(begin, end), **batch.address)
+    assert same_bits(batch.blocks, expected.blocks)
+
+
+def test_keys_with_heads_in_front_are_written_as_they_are(paged, same_bits):
+    batch, expected = paged([7]), paged([7]).write_without_kernel()
+    heads_first = [rows.transpose(0, 1).contiguous().transpose(0, 1) for rows in (batch.keys[0], batch.values[0])]
+    assert not heads_first[0].is_contiguous()
+    write_kv(batch.pages, *heads_first, batch.table, torch.zeros(7, dtype=torch.int32), torch.arange(7), **batch.address)
+    assert same_bits(batch.blocks, expected.blocks)
+
+
+def test_a_token_of_no_sequence_is_skipped(paged, same_bits):
+    batch, expected = paged([3, 2]), paged([3, 2]).write_without_kernel()
+    key, value, sequences, positions = all_tokens(batch)
+    extra = torch.full((2, 2, 8), 7.0)
+    write_kv(batch.pages, torch.cat([extra, key]), torch.cat([extra, value]), batch.table,
+             torch.cat([torch.tensor([-1, -1]), sequences]), torch.cat([torch.tensor([0, 10**6]), positions]), **batch.address)
+    assert same_bits(batch.blocks, expected.blocks)
+
+
+def test_nothing_to_write_is_no_error(paged, same_bits):
+    batch, untouched = paged([3]), paged([3])
+    none = torch.empty(0, dtype=torch.int64)
+    write_kv(batch.pages, batch.keys[0][:0], batch.values[0][:0], batch.table, none, none, **batch.address)
+    write_kv(batch.pages, batch.keys[0], batch.values[0], batch.table, torch.full((3,), -1), torch.arange(3), **batch.address)
+    assert same_bits(batch.blocks, untouched.blocks)
+
+
+def test_a_latent_row_is_written_once(paged, same_bits):
+    batch = paged([6], kv_factor=1, heads=1)
+    write_kv(batch.pages, batch.keys[0], None, batch.table, torch.zeros(6, dtype=torch.int64), torch.arange(6), **batch.address)
+    assert same_bits(batch.blocks, paged([6], kv_factor=1, heads=1).write_without_kernel().blocks)
+
+
+def wrong_sequence(call):
+    call["sequence_of_token"][4] = 2
+    return "sequence_of_token[4]=2: the table has 2 sequences"
+
+
+def wrong_negative_sequence(call):
+    call["sequence_of_token"][4] = -2
+    return "sequence_of_token[4]=-2"
+
+
+def position_beyond_the_table(call):
+    call["positions"][5] = 24
+    return r"positions[5]=24 (sequence 1): the table's 6 blocks of 4 tokens hold positions 0 to 23"
+
+
+def negative_position(call):
+    call["positions"][5] = -1
+    return "positions[5]=-1 (sequence 1)"
+
+
+def position_without_a_block(call):
+    call["positions"][5] = 23
+    return "table[1, 0, 5]=-1 (sequence 1, keys of positions 20 to 23): null"
+
+
+def null_value_entry(call):
+    call["table"][1, 1, 0] = -1
+    return "table[1, 1, 0]=-1 (sequence 1, values of positions 0 to 3): null"
+
+
+def entry_beyond_the_pool(call):
+    call["table"][0, 0, 1] = 48
+    return "table[0, 0, 1]=48 (sequence 0, keys of positions 4 to 7): outside the pool (allowed: 0 to 45"
+
+
+def entry_whose_layer_is_beyond_the_pool(call):
+    call["num_layers"] = None
+    call["table"][0, 0, 1] = 46
+    return "table[0, 0, 1]=46"
+
+
+def entry_below_null(call):
+    call["table"][0, 1, 1] = -7
+    return "table[0, 1, 1]=-7"
+
+
+def swapped_fields(call):
+    call["table"][:] = call["table"].flip(1)
+    return "not the first page of this field of a block (allowed: slot * 6 + 0)"
+
+
+def table_of_another_layer_count(call):
+    call["table"][0, :, 0] += 2
+    return "not the first page of this field"
+
+
+NO_PAGE = [wrong_sequence, wrong_negative_sequence, position_beyond_the_table, negative_position, position_without_a_block,
+           null_value_entry, entry_beyond_the_pool, entry_whose_layer_is_beyond_the_pool, entry_below_null]
+WRONG_PAGE = [swapped_fields, table_of_another_layer_count]   # seen only when num_layers is given
+
+
+def bad_call(batch):
+    """A good call of two sequences of 9 and 3 tokens, to be spoilt: tokens 4 to 6 are those of the second."""
+    return {
+        "pages": batch.pages, "key": torch.cat(batch.keys), "value": torch.cat(batch.values), "table": batch.table.clone(),
+        "sequence_of_token": torch.tensor([0] * 9 + [1] * 3).roll(-5),
+        "positions": torch.cat([torch.arange(9), torch.arange(3)]).roll(-5), **batch.address,
+    }
+
+
+@pytest.mark.parametrize("spoil", NO_PAGE + WRONG_PAGE, ids=lambda spoil: spoil.__name__)
+def test_a_bad_value_is_refused_before_anything_is_written(paged, same_bits, spoil):
+    batch, untouched = paged([9, 3]), paged([9, 3])
+    call = bad_call(batch)
+    message = spoil(call)
+    with pytest.raises(RequestError) as caught:
+        write_kv(**call)
+    assert message in str(caught.value)
+    assert same_bits(batch.blocks, untouched.blocks)
+
+
+@pytest.mark.parametrize("spoil", NO_PAGE, ids=lambda spoil: spoil.__name__)
+def test_the_reference_refuses_the_same(paged, same_bits, spoil):
+    batch, untouched = paged([9, 3]), paged([9, 3])
+    call = bad_call(batch)
+    spoil(call)
+    del call["num_layers"]
+    with pytest.raises(RequestError):
+        append_reference(**call)
+    assert same_bits(batch.blocks, untouched.blocks)
+
+
+@pytest.mark.parametrize("spoil", NO_PAGE, ids=lambda spoil: spoil.__name__)
+def test_unchecked_a_token_without_a_page_is_left_out_whole(paged, same_bits, spoil):
+    batch, expected = paged([9, 3]), paged([9, 3])
+    call = bad_call(batch)
+    spoil(call)
+    write_kv(**call, check_values=False)
+    table, num_pages = call["table"], len(batch.pages)
+    for token, (sequence, position) in enumerate(zip(call["sequence_of_token"].tolist(), call["positions"].tolist(), strict=True)):
+        if not 0 <= sequence < 2 or not 0 <= position < 24:
+            continue
+        entries = [int(table[sequence, kv_field, position // 4]) for kv_field in (0, 1)]
+        if all(entry >= 0 and entry + 2 < num_pages for entry in entries):
+            for entry, source in zip(entries, (call["key"], call["value"]), strict=True):
+                expected.pages[entry + 2, :, position % 4] = source[token]
+    assert same_bits(batch.blocks, expected.blocks)
+
+
+def test_a_null_entry_plus_the_layer_offset_is_not_a_page(paged, same_bits):
+    """-1 + layer * kv_factor would be a valid page of another block."""
+    batch, untouched = paged([4], layer=2), paged([4], layer=2)
+    batch.table[0, :, 0] = -1
+    call = (batch.pages, batch.keys[0], batch.values[0], batch.table, torch.zeros(4, dtype=torch.int64), torch.arange(4))
+    with pytest.raises(RequestError, match="null"):
+        write_kv(*call, layer=2)
+    write_kv(*call, layer=2, check_values=False)
+    assert same_bits(batch.blocks, untouched.blocks)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"key": torch.zeros(12, 3, 8)}, "key has shape (12, 3, 8): pass [nnz, heads, head_dim] = [12, 2, 8]"),
+    ({"value": torch.zeros(11, 2, 8)}, "value has shape (11, 2, 8)"),
+    ({"key": torch.zeros(12, 2, 8, dtype=torch.float16)}, "key has dtype float16: pass float32"),
+    ({"value": torch.zeros(12, 2, 8, dtype=torch.float64)}, "value has dtype float64"),
+    ({"value": None}, "value is None with kv_factor=2"),
+    ({"kv_factor": 1}, "value is a tensor with kv_factor=1"),
+    ({"kv_factor": 3}, "kv_factor=3"),
+    ({"table": torch.zeros(2, 2, 6, dtype=torch.int64)}, "table has dtype int64: pass int32"),
+    ({"table": torch.zeros(2, 6, dtype=torch.int32)}, "table has shape (2, 6)"),
+    ({"positions": torch.zeros(12)}, "positions has dtype float32: pass int32 or int64"),
+    ({"positions": torch.zeros(11, dtype=torch.int64)}, "positions has shape (11,)"),
+    ({"sequence_of_token": torch.zeros(13, dtype=torch.int32)}, "sequence_of_token has shape (13,)"),
+    ({"layer": 3}, "layer=3: the pool's blocks have layers 0 to 2"),
+    ({"layer": -1}, "layer=-1"),
+    ({"num_layers": 5}, "num_layers=5 and kv_factor=2 do not divide the pool's 48 pages"),
+    ({"pages": torch.zeros(4, 2, 8)}, "pages has shape (4, 2, 8)"),
+    ({"pages": torch.zeros(54, 2, 3, 8)}, "tokens_per_block must be a power of two"),
+    ({"pages": torch.zeros(0, 2, 4, 8)}, "no axis may be empty"),
+    ({"key": torch.zeros(12, 2, 8, device="meta")}, "key is on meta, the pages are on cpu"),
+])
+def test_a_call_that_does_not_fit_together_is_refused(paged, same_bits, change, message):
+    batch, untouched = paged([9, 3]), paged([9, 3])
+    with pytest.raises(RequestError) as caught:
+        write_kv(**(bad_call(batch) | change))
+    assert message in str(caught.value)
+    assert same_bits(batch.blocks, untouched.blocks)
+
+
+def test_a_device_without_kernels_is_named():
+    pages = torch.zeros(4, 1, 4, 8, device="meta")
+    key, index = torch.zeros(1, 1, 8, device="meta"), torch.zeros(1, dtype=torch.int64, device="meta")
+    with pytest.raises(ConfigError, match="'meta'"):
+        write_kv(pages, key, key, torch.zeros(1, 2, 1, dtype=torch.int32, device="meta"), index, index, layer=0)

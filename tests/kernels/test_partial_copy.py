@@ -1,0 +1,97 @@
+"""Partial block copy: the first n tokens of each head, in every layer and field, to the bit; the rest keeps its bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.errors import RequestError
+from kvtier.kernels import copy_partial_blocks
+
+SHAPE = (6, 3, 2, 2, 4, 5)   # blocks, layers, kv_factor, heads, tokens_per_block, head_dim
+
+
+def random_blocks(shape=SHAPE, dtype=torch.float32, tokens_first=False, padding=0, seed=0):
+    """Random bytes seen as blocks, so that NaN patterns are among them; strided as asked."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks, *rest = shape
+    if tokens_first:
+        rest[2], rest[3] = rest[3], rest[2]
+    count = int(torch.tensor(rest).prod())
+    rows = torch.randint(0, 256, (blocks, (count + padding) * dtype.itemsize), dtype=torch.uint8, generator=generator).view(dtype)
+    tensor = rows[:, :count].unflatten(1, rest)
+    return tensor.transpose(3, 4) if tokens_first else tensor
+
+
+def expected_copy(destination, source, pairs, tokens):
+    """Token by token; tokens is already a true count."""
+    out = destination.clone()
+    for source_slot, destination_slot in pairs:
+        for token in range(tokens):
+            out[destination_slot, :, :, :, token] = source[source_slot, :, :, :, token]
+    return out
+
+
+@settings(max_examples=100, deadline=None)
+@given(tokens=st.integers(-1, 6), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]), tokens_first=st.booleans(),
+       padding=st.sampled_from([0, 24]), kv_factor=st.sampled_from([1, 2]), seed=st.integers(0, 1000),
+       pairs=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5)), max_size=4, unique_by=lambda pair: pair[1]))
+def test_the_first_tokens_of_every_head_are_copied_and_nothing_else(same_bits, tokens, dtype, tokens_first, padding, kv_factor, seed,
+                                                                    pairs):
+    shape = (6, 3, kv_factor, *SHAPE[3:])
+    destination = random_blocks(shape, dtype, tokens_first, padding, seed)
+    source = random_blocks((9, *shape[1:]), dtype, False, 0, seed + 1)   # the other level may have other strides
+    expected = expected_copy(destination, source, pairs, tokens if 0 < tokens < 4 else 4)
+    before = source.clone()
+    copy_partial_blocks(destination, source, pairs, tokens)
+    assert same_bits(destination, expected)
+    assert same_bits(source, before)
+
+
+@pytest.mark.parametrize(("num_tokens", "copied"), [(-3, 4), (0, 4), (1, 1), (3, 3), (4, 4), (5, 4), (10**9, 4)])
+def test_no_tokens_or_too_many_mean_the_whole_block(same_bits, num_tokens, copied):
+    destination, source = random_blocks(seed=1), random_blocks(seed=2)
+    expected = expected_copy(destination, source, [(0, 5)], copied)
+    copy_partial_blocks(destination, source, [(0, 5)], num_tokens)
+    assert same_bits(destination, expected)
+
+
+def test_blocks_of_one_pool_are_copied_to_others(same_bits):
+    pool = random_blocks()
+    expected = expected_copy(pool, pool.clone(), [(0, 1), (0, 2), (3, 4)], 2)
+    copy_partial_blocks(pool, pool, [(0, 1), (0, 2), (3, 4)], 2)
+    assert same_bits(pool, expected)
+
+
+@pytest.mark.parametrize(("pairs", "message"), [
+    ([(6, 0)], "source slot 6: the tensor has slots 0 to 5"), ([(-1, 0)], "source slot -1"),
+    ([(0, 6)], "destination slot 6"), ([(0, -1)], "destination slot -1"),
+    ([(0, 1), (2, 1)], "slot 1 is written 2 times in one call"),
+    ([(0, 1), (1, 2)], "slot 1 is both read and written"), ([(3, 3)], "slot 3 is both read and written"),
+])
+def test_bad_pairs_are_refused_before_anything_is_copied(same_bits, pairs, message):
+    pool = random_blocks()
+    before = pool.clone()
+    with pytest.raises(RequestError) as caught:
+        copy_partial_blocks(pool, pool, [(4, 5), *pairs], 2)
+    assert message in str(caught.value)
+    assert same_bits(pool, before)
+
+
+def test_equal_slots_of_two_pools_are_no_conflict(same_bits):
+    destination, source = random_blocks(seed=1), random_blocks(seed=2)
+    copy_partial_blocks(destination, source, [(0, 1), (1, 0), (2, 2)], 0)
+    assert same_bits(destination[:3], source[[1, 0, 2]])
+
+
+@pytest.mark.parametrize(("source", "message"), [
+    (torch.zeros(6, 3, 2, 2, 4, 6), "source has shape (6, 3, 2, 2, 4, 6)"),
+    (torch.zeros(6, 3, 2, 2, 20), "source has shape (6, 3, 2, 2, 20)"),
+    (torch.zeros(SHAPE, dtype=torch.float16), "a copy does not convert"),
+])
+def test_blocks_of_another_shape_or_dtype_are_refused(source, message):
+    with pytest.raises(RequestError) as caught:
+        copy_partial_blocks(torch.zeros(SHAPE), source, [(0, 1)], 2)
+    assert message in str(caught.value)
