@@ -1,0 +1,434 @@
+"""``Manifest``: the index of an NVMe directory, one SQLite row per stored block (design: NVMe rules).
+
+The rows live in memory too, so that lookups touch no file; the database is what survives the process. SQLite's own check
+misses most flipped bits, so each row carries a digest over its columns, and one row of totals (how many rows there are, all
+digests XORed together) tells when rows have vanished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import sqlite3
+import struct
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple, TypeAlias
+
+from kvtier.errors import TransferError
+from kvtier.io.checksum import row_digest
+from kvtier.io.wal_check import claimed_frames
+
+Place: TypeAlias = tuple[int, int]
+"""(group, slot)"""
+
+_Statement: TypeAlias = tuple[str, Sequence[tuple[object, ...]]]
+
+_log = logging.getLogger(__name__)
+
+_SCHEMA: Final = (
+    ("CREATE TABLE blocks (group_number INTEGER, slot INTEGER, key BLOB, length INTEGER, checksum BLOB, priority INTEGER, "
+     "expiry REAL, hits INTEGER, digest INTEGER, PRIMARY KEY (group_number, slot)) WITHOUT ROWID"),
+    ("CREATE TABLE quarantine (group_number INTEGER, slot INTEGER, key BLOB, reason TEXT, since REAL, digest INTEGER, "
+     "PRIMARY KEY (group_number, slot)) WITHOUT ROWID"),
+    ("CREATE TABLE totals (id INTEGER PRIMARY KEY, namespace BLOB, blocks INTEGER, blocks_xor INTEGER, quarantined INTEGER, "
+     "quarantined_xor INTEGER, digest INTEGER)"),
+)
+# SQLite quotes damaged names in its messages, and sqlite3 then fails to decode its own error.
+_SQLITE_ERRORS: Final = (sqlite3.Error, UnicodeDecodeError)
+_ROW: Final = struct.Struct("<qqqqqd")
+_INSERT_BLOCK: Final = "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_DELETE_BLOCK: Final = "DELETE FROM blocks WHERE group_number = ? AND slot = ?"
+_INSERT_QUARANTINE: Final = "INSERT OR REPLACE INTO quarantine VALUES (?, ?, ?, ?, ?, ?)"
+_DELETE_QUARANTINE: Final = "DELETE FROM quarantine WHERE group_number = ? AND slot = ?"
+_CLEAR: Final = "DELETE FROM blocks"
+_SELECT_BLOCKS: Final = "SELECT group_number, slot, key, length, checksum, priority, expiry, hits, digest FROM blocks"
+_SELECT_QUARANTINE: Final = "SELECT group_number, slot, key, reason, since, digest FROM quarantine"
+_SELECT_TOTALS: Final = "SELECT namespace, blocks, blocks_xor, quarantined, quarantined_xor, digest FROM totals WHERE id = 1"
+
+
+class ManifestRow(NamedTuple):
+    """One stored block: place, chain key (32 bytes), bytes without padding, checksum (16 bytes), retention, times served."""
+
+    group: int
+    slot: int
+    key: bytes
+    length: int
+    checksum: bytes
+    priority: int
+    expiry: float
+    hits: int
+
+    def digest(self) -> int:
+        """Digest over all columns, signed 64 bits. Raises struct.error or TypeError when a column is of the wrong kind."""
+        group, slot, key, length, checksum, priority, expiry, hits = self
+        return row_digest(_ROW.pack(group, slot, length, priority, hits, expiry) + key + checksum, seed=1)
+
+
+class QuarantineRow(NamedTuple):
+    """One slot out of service: place, key of what it held (may be empty), why, since when (wall clock)."""
+
+    group: int
+    slot: int
+    key: bytes
+    reason: str
+    since: float
+
+    def digest(self) -> int:
+        """As :meth:`ManifestRow.digest`."""
+        group, slot, key, reason, since = self
+        return row_digest(struct.pack("<qqd", group, slot, since) + key + reason.encode("utf-8", "replace"), seed=2)
+
+
+class _Totals(NamedTuple):
+    namespace: bytes = b""
+    blocks: int = 0
+    blocks_xor: int = 0
+    quarantined: int = 0
+    quarantined_xor: int = 0
+
+    def digest(self) -> int:
+        namespace, blocks, blocks_xor, quarantined, quarantined_xor = self
+        return row_digest(struct.pack("<qqqq", blocks, blocks_xor, quarantined, quarantined_xor) + namespace, seed=3)
+
+
+@dataclass
+class ManifestContents:
+    """What a manifest holds after every digest was checked.
+
+    Attributes:
+        rows, quarantine: the rows that verify.
+        bad_rows: rows that do not; with the place they claim where that can be read.
+        damage: everything that is wrong, in words; empty for a sound manifest.
+    """
+
+    rows: dict[Place, ManifestRow] = field(default_factory=dict)
+    quarantine: dict[Place, QuarantineRow] = field(default_factory=dict)
+    bad_rows: list[Place | None] = field(default_factory=list)
+    damage: list[str] = field(default_factory=list)
+
+
+class Manifest:
+    """The open manifest of one directory. Every method may be called from any thread.
+
+    Args:
+        path: the database; an empty one is made when it is missing.
+        namespace_digest: what the rows belong to (32 bytes); rows of anything else count as damage.
+        sync: commit with ``synchronous=FULL``: a committed row or deletion then survives a loss of power.
+
+    Call :meth:`load` first. Methods that change rows commit once and raise ``TransferError`` when SQLite cannot; nothing has
+    changed in memory then, and what the file holds is read again before the next change.
+    """
+
+    def __init__(self, path: Path, namespace_digest: bytes, *, sync: bool = False) -> None:
+        self.path = path
+        self._sync = sync
+        self._lock = threading.Lock()
+        self._claimed_frames = claimed_frames(wal_path(path))
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite gives its side files the same mode
+        self._connection = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
+        # Damaged text must come out as bytes and fail its digest, not as a decoding error in the middle of a SELECT.
+        self._connection.text_factory = bytes
+        self._closed = False
+        self._must_clear = False   # a clear that could not be committed yet
+        self._must_reload = False  # a commit failed: the file may hold more or less than memory
+        self._totals = _Totals(namespace_digest)
+        self._rows: dict[Place, ManifestRow] = {}
+        self._quarantine: dict[Place, QuarantineRow] = {}
+
+    def load(self) -> ManifestContents:
+        """Read and verify everything with one SELECT per table. Never raises for a damaged file: see ``damage``."""
+        with self._lock, collector_paused():
+            contents, totals = self._read()
+            if not contents.damage:
+                self._adopt(contents, totals)
+                self._require_writable(contents.damage)
+            return contents
+
+    def create(self) -> None:
+        """Lay out an empty manifest in a new file.
+
+        Raises:
+            TransferError: it cannot be written.
+        """
+        with self._lock:
+            try:
+                self._configure()
+            except _SQLITE_ERRORS as error:
+                raise TransferError(f"{self.path}: {error}") from error
+            self._commit([(statement, [()]) for statement in _SCHEMA], self._totals)
+
+    def row(self, group: int, slot: int) -> ManifestRow | None:
+        """The row of a slot, from memory."""
+        return self._rows.get((group, slot))
+
+    def is_quarantined(self, group: int, slot: int) -> bool:
+        """Whether a slot is out of service, from memory."""
+        return (group, slot) in self._quarantine
+
+    def rows(self) -> list[ManifestRow]:
+        """All rows, from memory."""
+        with self._lock:
+            return list(self._rows.values())
+
+    def quarantined(self) -> dict[Place, QuarantineRow]:
+        """All slots out of service, from memory."""
+        with self._lock:
+            return dict(self._quarantine)
+
+    def counts(self) -> tuple[int, int]:
+        """How many blocks and how many quarantined slots there are."""
+        return len(self._rows), len(self._quarantine)
+
+    def put(self, rows: Iterable[ManifestRow], hits: Mapping[Place, int] | None = None) -> None:
+        """Add rows and, in the same transaction, add to the hit counts of others. The data of each row must be complete."""
+        with self._lock:
+            self._refresh()
+            new = {(row.group, row.slot): row for row in rows}
+            for place, count in (hits or {}).items():
+                counted = self._rows.get(place)
+                if counted is not None and place not in new:
+                    new[place] = counted._replace(hits=counted.hits + count)
+            if not new:
+                return
+            digests = {place: row.digest() for place, row in new.items()}
+            totals = self._totals_without(new)
+            for digest in digests.values():
+                totals = totals._replace(blocks=totals.blocks + 1, blocks_xor=totals.blocks_xor ^ digest)
+            self._commit([(_INSERT_BLOCK, [(*row, digests[place]) for place, row in new.items()])], totals)
+            self._rows.update(new)
+
+    def delete(self, places: Iterable[Place]) -> int:
+        """Delete the rows of these slots, where there are any, and return how many there were."""
+        with self._lock:
+            self._refresh()
+            present = [place for place in dict.fromkeys(places) if place in self._rows]
+            if present:
+                self._commit([(_DELETE_BLOCK, present)], self._totals_without(present))
+                for place in present:
+                    del self._rows[place]
+            return len(present)
+
+    def quarantine(self, entries: Sequence[QuarantineRow]) -> None:
+        """Take slots out of service: their rows go, and the quarantine table says why."""
+        with self._lock:
+            self._refresh()
+            new = {(entry.group, entry.slot): entry for entry in entries if (entry.group, entry.slot) not in self._quarantine}
+            if not new:
+                return
+            totals = self._totals_without(new)
+            for entry in new.values():
+                totals = totals._replace(quarantined=totals.quarantined + 1, quarantined_xor=totals.quarantined_xor ^ entry.digest())
+            self._commit([(_DELETE_BLOCK, list(new)), (_INSERT_QUARANTINE, [(*entry, entry.digest()) for entry in new.values()])],
+                         totals)
+            for place in new:
+                self._rows.pop(place, None)
+            self._quarantine.update(new)
+
+    def forget_beyond(self, num_slots: Sequence[int]) -> tuple[int, int]:
+        """Delete everything about slots that are no longer there; returns how many blocks and how many quarantined slots."""
+        def beyond(place: Place) -> bool:
+            return place[0] >= len(num_slots) or place[1] >= num_slots[place[0]]
+
+        with self._lock:
+            self._refresh()
+            rows = [place for place in self._rows if beyond(place)]
+            quarantined = [place for place in self._quarantine if beyond(place)]
+            if rows or quarantined:
+                totals = self._totals_without(rows)
+                for place in quarantined:
+                    totals = totals._replace(quarantined=totals.quarantined - 1,
+                                             quarantined_xor=totals.quarantined_xor ^ self._quarantine[place].digest())
+                self._commit([(_DELETE_BLOCK, rows), (_DELETE_QUARANTINE, quarantined)], totals)
+                for place in rows:
+                    del self._rows[place]
+                for place in quarantined:
+                    del self._quarantine[place]
+            return len(rows), len(quarantined)
+
+    def clear(self, namespace_digest: bytes) -> None:
+        """Delete all block rows; those to come belong to ``namespace_digest``. The quarantine stays.
+
+        In memory the rows are gone even when the commit fails: on file they then belong to a namespace that is over.
+        """
+        with self._lock:
+            self._rows = {}
+            self._totals = self._totals._replace(namespace=namespace_digest, blocks=0, blocks_xor=0)
+            self._must_clear = True
+            self._refresh()
+
+    def close(self, timeout: float) -> bool:
+        """Fold the log into the database and close. Idempotent; False when a commit did not end within ``timeout`` seconds."""
+        if not self._lock.acquire(timeout=max(timeout, 0.0)):
+            return False
+        try:
+            if not self._closed:
+                self._closed = True
+                try:
+                    self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+                except _SQLITE_ERRORS as error:
+                    _log.warning("%s: the log could not be folded in at close (%s); the next start reads it", self.path, error)
+                self._connection.close()
+        finally:
+            self._lock.release()
+        return True
+
+    def _totals_without(self, places: Iterable[Place]) -> _Totals:
+        """The totals once the rows of ``places`` (where there are any) are gone."""
+        totals = self._totals
+        blocks, xor = totals.blocks, totals.blocks_xor
+        for place in places:
+            row = self._rows.get(place)
+            if row is not None:
+                blocks, xor = blocks - 1, xor ^ row.digest()
+        return totals._replace(blocks=blocks, blocks_xor=xor)
+
+    def _commit(self, statements: Sequence[_Statement], totals: _Totals) -> None:
+        if self._closed:
+            raise TransferError(f"{self.path} is closed")
+        execute = self._connection.execute
+        try:
+            execute("BEGIN IMMEDIATE")
+            for statement, parameters in statements:
+                self._connection.executemany(statement, parameters) if parameters != [()] else execute(statement)
+            execute("INSERT OR REPLACE INTO totals VALUES (1, ?, ?, ?, ?, ?, ?)", (*totals, totals.digest()))
+            execute("COMMIT")
+        except _SQLITE_ERRORS as error:
+            self._must_reload = True  # whether the commit reached the file is not known
+            try:
+                if self._connection.in_transaction:
+                    execute("ROLLBACK")
+            except _SQLITE_ERRORS as second:
+                _log.debug("%s: rollback: %s", self.path, second)
+            raise TransferError(f"{self.path}: {error}; nothing was committed. Check free space and the health of the drive") from error
+        self._totals = totals
+
+    def _refresh(self) -> None:
+        """Before a change: make up for a clear that failed, and after a failed commit learn what the file really holds."""
+        if self._must_clear:
+            self._commit([(_CLEAR, [()])], self._totals)
+            self._must_clear = False
+        if self._must_reload:
+            contents, totals = self._read()
+            if contents.damage:
+                raise TransferError(f"{self.path} is damaged ({'; '.join(contents.damage)}); restart to rebuild it from the "
+                                    "slot headers")
+            self._adopt(contents, totals)
+            self._must_reload = False
+
+    def _adopt(self, contents: ManifestContents, totals: _Totals) -> None:
+        # Copies: what the caller was given stays as it was loaded.
+        self._rows, self._quarantine, self._totals = dict(contents.rows), dict(contents.quarantine), totals
+
+    def _configure(self) -> None:
+        self._connection.execute("PRAGMA journal_mode = WAL").fetchall()
+        self._connection.execute(f"PRAGMA synchronous = {'FULL' if self._sync else 'NORMAL'}")
+
+    def _require_writable(self, damage: list[str]) -> None:
+        """A flipped bit in the file's header can make SQLite take it for read-only; a full disk is no damage."""
+        try:
+            self._commit([], self._totals)
+        except TransferError as error:
+            cause = error.__cause__
+            code = cause.sqlite_errorcode & 0xFF if isinstance(cause, sqlite3.Error) else 0
+            if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                damage.append(str(cause))
+
+    def _read(self) -> tuple[ManifestContents, _Totals]:
+        """Everything in the file that verifies, what does not, and the totals of what does."""
+        contents = ManifestContents()
+        totals = _Totals(self._totals.namespace)
+        try:
+            self._configure()
+            check = [line for line, in self._connection.execute("PRAGMA quick_check(3)")]
+            if check != [b"ok"]:
+                contents.damage.append("SQLite's quick check: " + b"; ".join(check).decode("utf-8", "replace"))
+            blocks_xor = self._read_blocks(contents)
+            quarantined_xor = self._read_quarantine(contents)
+            totals = _Totals(totals.namespace, len(contents.rows), blocks_xor, len(contents.quarantine), quarantined_xor)
+            self._compare_totals(contents, totals)
+            self._compare_log(contents)
+        except _SQLITE_ERRORS as error:
+            contents.damage.append(f"SQLite: {error}")
+        return contents, totals
+
+    def _read_blocks(self, contents: ManifestContents) -> int:
+        """Fill ``contents.rows``; returns the XOR of their digests. Written out flat: it runs for every row at each start."""
+        xor = 0
+        pack, rows = _ROW.pack, contents.rows
+        for raw in self._connection.execute(_SELECT_BLOCKS).fetchall():
+            group, slot, key, length, checksum, priority, expiry, hits, digest = raw
+            try:
+                sound = row_digest(pack(group, slot, length, priority, hits, expiry) + key + checksum, 1) == digest
+            except (struct.error, TypeError):
+                sound = False  # a column has changed its kind
+            if sound:
+                rows[group, slot] = ManifestRow._make(raw[:8])
+                xor ^= digest
+            else:
+                contents.bad_rows.append((group, slot) if isinstance(group, int) and isinstance(slot, int) else None)
+        if contents.bad_rows:
+            contents.damage.append(f"{len(contents.bad_rows)} rows do not match their digest")
+        return xor
+
+    def _read_quarantine(self, contents: ManifestContents) -> int:
+        """As :meth:`_read_blocks`. What does not verify is missing from the totals, which says enough."""
+        xor = 0
+        for group, slot, key, reason, since, digest in self._connection.execute(_SELECT_QUARANTINE):
+            try:
+                row = QuarantineRow(group, slot, key, reason.decode("utf-8", "replace"), since)
+                sound = row.digest() == digest
+            except (struct.error, TypeError, AttributeError):
+                sound = False
+            if sound:
+                contents.quarantine[group, slot] = row
+                xor ^= digest
+        return xor
+
+    def _compare_totals(self, contents: ManifestContents, found: _Totals) -> None:
+        stored = self._connection.execute(_SELECT_TOTALS).fetchone()
+        try:
+            sound = stored is not None and _Totals(*stored[:-1]).digest() == stored[-1]
+        except (struct.error, TypeError):
+            sound = False
+        if not sound:
+            contents.damage.append("the row of totals does not match its digest")
+            return
+        totals = _Totals(*stored[:-1])
+        if totals.namespace != found.namespace:
+            contents.damage.append("its rows belong to another namespace or to the time before a reset")
+            contents.rows.clear()
+            contents.bad_rows.clear()
+        elif totals != found and not contents.damage:
+            contents.damage.append(f"it should hold {totals.blocks} blocks and {totals.quarantined} quarantined slots, it holds "
+                                   f"{found.blocks} and {found.quarantined}")
+
+    def _compare_log(self, contents: ManifestContents) -> None:
+        """Only for the log that was there before this process came; its own commits are checked by SQLite as they happen."""
+        claimed, self._claimed_frames = self._claimed_frames, 0
+        if claimed:
+            _, believed, _ = self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+            if believed < claimed:
+                contents.damage.append(f"SQLite believed {max(believed, 0)} of {claimed} pages in the log: its end is lost")
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """A hundred thousand new tuples make the cyclic collector walk all of them again and again: a quarter of a warm start."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def wal_path(path: Path) -> Path:
+    """The write-ahead log that SQLite keeps beside a database."""
+    return path.with_name(path.name + "-wal")

@@ -1,0 +1,428 @@
+"""``NvmeStore``: the NVMe level as a store of blocks: slabs for the bytes, a manifest for what they are (design: NVMe rules).
+
+Three rules carry everything else. A row is committed only after its block is complete, so a crash loses entries, never
+correctness. A slot is overwritten only after the deletion of its old row has been committed, so a header that does not match
+its row is corruption, never routine. Every read verifies header and block, and what does not verify is not served.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from kvtier.errors import CorruptBlock, TransferError
+from kvtier.io.direct_file import Buffer
+from kvtier.io.faults import Faults
+from kvtier.io.manifest import ManifestRow, Place, QuarantineRow, collector_paused
+from kvtier.io.slab import SlabFile
+from kvtier.io.store_messages import BlockWrite, NvmeStats, StoredBlock
+from kvtier.io.store_open import OpenedStore, open_store
+from kvtier.io.write_pause import WritePause
+from kvtier.pools.nvme_geometry import NvmeGeometry
+
+__all__ = ["BlockWrite", "NvmeStats", "NvmeStore", "StoredBlock"]
+
+_log = logging.getLogger(__name__)
+
+
+class NvmeStore:
+    """The NVMe level of all groups. Make one with :meth:`open`.
+
+    ``read_block``, ``discard`` and ``quarantine`` may be called from any thread, ``write_blocks`` from one at a time (calls
+    wait for each other). The caller sees to it that a slot is not read while it is written.
+    """
+
+    def __init__(self, opened: OpenedStore, sync: bool, clock: Callable[[], float]) -> None:
+        self._opened = opened
+        self._home = opened.home
+        self._slabs = opened.slabs
+        self._manifest = opened.manifest
+        self._sync = sync
+        self._clock = clock
+        self._pause = WritePause(str(opened.home.path), clock)
+        self._write_lock = threading.Lock()
+        self._close_lock = threading.Lock()
+        self._released = False
+        self._gate = threading.Condition()  # guards everything below
+        self._active = 0
+        self._closed = False
+        self._hits: dict[Place, int] = {}
+        self._unsaved_quarantine: dict[Place, QuarantineRow] = {}
+        self._counts = dict.fromkeys(("read_blocks", "read_bytes", "written_blocks", "written_bytes", "read_errors",
+                                      "checksum_failures", "write_errors"), 0)
+
+    @classmethod
+    def open(cls, directory: str | Path, namespace: str, geometries: Sequence[NvmeGeometry], *, faults: Faults | None = None,
+             free_space_reserve: int | None = None, sync: bool = False, clock: Callable[[], float] = time.time) -> NvmeStore:
+        """Open a directory, making it when it is missing or empty, and verify its manifest.
+
+        More slots than before extend the slabs; with fewer, the blocks beyond the new end are dropped, aloud. A damaged
+        manifest is kept beside and rebuilt from the slot headers.
+
+        Args:
+            directory: for this store alone; folder mode 0700, files 0600.
+            namespace: JSON object as text: what the keys presuppose (model, dtype, layout, ranks, ...). Kept in clear.
+            geometries: one per group, in order.
+            faults: injected failures, for tests.
+            free_space_reserve: bytes that preallocation must leave free on the filesystem; default 1 % of it, 1 GiB at most.
+            sync: make each commit, and the blocks before it, survive a loss of power. Without it a loss of power may cost
+                the latest blocks and send some of the latest slots to the quarantine; a crash of the process costs neither.
+            clock: wall-clock seconds.
+
+        Raises:
+            ConfigError: the directory cannot be written, is in use, is not ours, belongs to another model or layout, or has
+                too little room; a slab is shorter than it was.
+        """
+        opened = open_store(directory, namespace, geometries, faults=faults, free_space_reserve=free_space_reserve, sync=sync)
+        return cls(opened, sync, clock)
+
+    def read_block(self, group: int, slot: int, key: bytes, out: Buffer) -> None:
+        """Read one block and verify magic, version, namespace, place, key, length and checksum.
+
+        Args:
+            group, slot, key: which block, and what it must be.
+            out: uint8 [block_bytes] or [payload_bytes], contiguous; read in place when it is aligned. Garbage unless the
+                call returns.
+
+        Raises:
+            CorruptBlock: it does not verify; names group, slot and what differed. The caller must call ``quarantine``.
+            TransferError: there is no such block, its slot is quarantined, or the read failed or was short. After a failed
+                or short read the caller calls ``quarantine`` too, which does nothing where no block is stored.
+        """
+        slab = self._slab_of(group, slot)
+        if not _fits(out, slab.geometry) or not out.flags.writeable:
+            raise TransferError(f"group {group}, slot {slot}: cannot read into {_describe(out)}; it must be contiguous writable uint8 "
+                                f"of {slab.geometry.block_bytes} or {slab.geometry.payload_bytes} bytes")
+        with self._busy():
+            self._require_stored(group, slot, key)
+            try:
+                slab.read(slot, key, out)
+                self._require_stored(group, slot, key)  # a block that a reset or a discard overtook is not served
+            except CorruptBlock:
+                self._require_stored(group, slot, key)  # and its slot, perhaps in new use already, is not corrupt
+                self._count(checksum_failures=1)
+                raise
+            except (OSError, TransferError) as error:
+                self._count(read_errors=1)
+                raise TransferError(f"group {group}, slot {slot}: read failed: {error}") from error
+            with self._gate:
+                self._hits[group, slot] = self._hits.get((group, slot), 0) + 1
+            self._count(read_blocks=1, read_bytes=slab.geometry.block_bytes)
+
+    def write_blocks(self, items: Sequence[BlockWrite]) -> list[Exception | None]:
+        """Store blocks: delete the rows their slots had, write the blocks, add their rows. Two commits for the whole batch.
+
+        After a write that the system refused, the rest of the batch is shed and ``accepts_writes`` is False for a while.
+
+        Args:
+            items: their data must not change until the call returns. Of two items for one slot the later one is kept.
+
+        Returns:
+            One entry per item: ``None`` when the block is stored, else a TransferError that says why not. A slot whose
+            write failed holds no block any more.
+        """
+        errors: list[Exception | None] = [None] * len(items)
+        with self._write_lock:
+            try:
+                with self._busy():
+                    for batch in _runs_of_different_slots(items):
+                        self._write_batch(items, batch, errors)
+            except _Closed as error:
+                errors = [error] * len(items)
+        failed = sum(error is not None for error in errors)
+        if failed:
+            self._count(write_errors=failed)
+        return errors
+
+    def discard(self, group: int, slots: Iterable[int]) -> None:
+        """Delete the rows of slots whose content is no longer wanted, in one commit. Slots without a block are left alone.
+
+        Raises:
+            TransferError: the deletion could not be committed. The blocks are still there, which does no harm: a slot's
+                next write deletes its row first.
+        """
+        with self._busy():
+            places = [(group, slot) for slot in slots]
+            self._manifest.delete(places)
+            with self._gate:
+                for place in places:
+                    self._hits.pop(place, None)
+
+    def quarantine(self, group: int, slot: int, reason: str) -> None:
+        """Take a slot whose block failed its check out of service, over restarts too; its bytes stay for inspection.
+
+        Does nothing where no block is stored. Never raises for a disk that cannot be written: the slot is out of service
+        from now on, and its row is moved as soon as a commit succeeds.
+        """
+        row = self._manifest.row(group, slot)
+        with self._gate:
+            if self._closed or row is None or (group, slot) in self._unsaved_quarantine:
+                return
+            self._unsaved_quarantine[group, slot] = QuarantineRow(group, slot, row.key, reason, self._clock())
+            self._hits.pop((group, slot), None)
+        _log.warning("%s: group %d, slot %d is quarantined: %s", self._home.path, group, slot, reason)
+        try:
+            self._save_quarantine()
+        except TransferError as error:
+            self._pause.failed(f"The quarantine could not be saved: {error}")
+
+    def quarantined(self) -> list[Place]:
+        """(group, slot) of every slot out of service, in order."""
+        with self._gate:
+            unsaved = set(self._unsaved_quarantine)
+        return sorted(unsaved | self._manifest.quarantined().keys())
+
+    def clear(self) -> None:
+        """Forget all blocks: none stored so far verifies from here on, in this or any later run. The quarantine stays.
+
+        Raises:
+            TransferError: it could not be written down. No old block is served by this process all the same; repeat the call
+                before the next one starts.
+        """
+        with self._busy(), self._write_lock:
+            with self._gate:
+                self._hits.clear()
+            try:
+                self._home.start_generation()
+            except OSError as error:
+                raise TransferError(f"{self._home.path}: the reset could not be written down: {error}. Free some space and repeat "
+                                    "it") from error
+            finally:
+                for slab in self._slabs:
+                    slab.namespace_digest = self._home.identity.namespace_digest
+                self._manifest.clear(self._home.identity.namespace_digest)
+
+    def stored_blocks(self) -> list[StoredBlock]:
+        """All blocks whose rows verified, without those in quarantine."""
+        with self._gate:
+            hits = dict(self._hits)
+        away = set(self.quarantined())
+        rows = self._manifest.rows()
+        if away:
+            rows = [row for row in rows if (row.group, row.slot) not in away]
+        with collector_paused():
+            blocks = [StoredBlock(group, slot, key, priority, expiry, count)
+                      for group, slot, key, _, _, priority, expiry, count in rows]
+        if hits:
+            blocks = [block._replace(hits=block.hits + hits.get((block.group, block.slot), 0)) for block in blocks]
+        return blocks
+
+    @property
+    def accepts_writes(self) -> bool:
+        """False for a while after the drive refused a write (30 s, doubling up to 10 minutes), and once closed."""
+        return not self._closed and self._pause.allows_writes
+
+    @property
+    def directory(self) -> Path:
+        """Where the store lies."""
+        return self._home.path
+
+    def stats(self) -> NvmeStats:
+        """Counters and state."""
+        with self._gate:
+            counts = dict(self._counts)
+            unsaved = list(self._unsaved_quarantine)
+        rows, quarantined = self._manifest.counts()
+        still_rows = sum(self._manifest.row(*place) is not None for place in unsaved)
+        return NvmeStats(stored_blocks=rows - still_rows, quarantined_slots=quarantined + len(unsaved),
+                         write_pauses=self._pause.pauses,
+                         dropped_rows=self._opened.dropped_rows, recovered_rows=self._opened.recovered_rows,
+                         direct=all(slab.file.direct for slab in self._slabs), **counts)
+
+    def close(self, timeout: float) -> bool:
+        """Let running calls finish, save hit counts, close all files, give up the lock. New calls fail at once. Idempotent.
+
+        Returns:
+            False when a call was still running after ``timeout`` seconds: files and lock then stay as they are (closing a
+            descriptor under a running read would be worse), and ``close`` can be called again.
+        """
+        deadline = time.monotonic() + max(timeout, 0.0)
+        with self._gate:
+            self._closed = True
+            if not self._gate.wait_for(lambda: self._active == 0, max(timeout, 0.0)):
+                _log.warning("%s: %d calls still run after %.1f s; the store stays open", self._home.path, self._active, timeout)
+                return False
+        with self._close_lock:
+            if self._released:
+                return True
+            try:
+                self._save_quarantine()
+                self._manifest.put([], self._take_hits())
+            except TransferError as error:
+                _log.warning("%s: hit counts or quarantine could not be saved at close: %s", self._home.path, error)
+            if not self._manifest.close(deadline - time.monotonic()):
+                return False
+            for slab in self._slabs:
+                slab.file.close()
+            self._home.close()
+            self._released = True
+        return True
+
+    def __enter__(self) -> NvmeStore:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(timeout=10.0)
+
+    def _write_batch(self, items: Sequence[BlockWrite], batch: Sequence[int], errors: list[Exception | None]) -> None:
+        """The three steps, in their order, for the items at these positions; fills ``errors`` at the same positions."""
+        for position in batch:
+            errors[position] = self._objection(items[position])
+        pending = [position for position in batch if errors[position] is None]
+        if not pending:
+            return
+        step = "delete the old rows"
+        try:
+            self._save_quarantine()
+            self._manifest.delete((items[position].group, items[position].slot) for position in pending)
+            step = "write"
+            rows = self._write_data(items, pending, errors)
+            if not rows:
+                return
+            whole = len(rows) == len(pending)
+            pending = [position for position in pending if errors[position] is None]
+            if self._sync:
+                step = "make the blocks durable"
+                for group in {row.group for row in rows}:
+                    self._slabs[group].file.sync()
+            step = "commit the rows"
+            self._manifest.put(rows, self._take_hits())
+        except (OSError, TransferError) as error:
+            self._pause.failed(f"Could not {step}: {error}")
+            for position in pending:
+                errors[position] = TransferError(f"not stored: could not {step}: {error}")
+            return
+        self._count(written_blocks=len(rows), written_bytes=sum(row.length for row in rows))
+        if whole:
+            self._pause.succeeded()
+
+    def _write_data(self, items: Sequence[BlockWrite], positions: Sequence[int], errors: list[Exception | None]) -> list[ManifestRow]:
+        """Write the blocks until one fails; that one and the rest get errors. Returns the rows of what is complete."""
+        rows: list[ManifestRow] = []
+        now = self._clock()
+        for number, position in enumerate(positions):
+            item = items[position]
+            expiry = float(item.expiry) + 0.0  # SQLite does not keep the sign of -0.0, and the row's digest would differ
+            try:
+                header = self._slabs[item.group].write(item.slot, item.key, item.data, item.priority, expiry, now)
+            except (OSError, TransferError) as error:
+                self._pause.failed(f"Could not write group {item.group}, slot {item.slot}: {error}")
+                errors[position] = TransferError(f"group {item.group}, slot {item.slot}: not stored: {error}")
+                for later in positions[number + 1:]:
+                    errors[later] = TransferError(f"group {items[later].group}, slot {items[later].slot}: not stored: an earlier "
+                                                  f"write of the batch failed ({error})")
+                break
+            rows.append(ManifestRow(item.group, item.slot, item.key, header.length, header.checksum, item.priority, expiry, 0))
+        return rows
+
+    def _objection(self, item: BlockWrite) -> TransferError | None:
+        """Why this item cannot be stored, if so."""
+        place = f"group {item.group}, slot {item.slot}: not stored: "
+        try:
+            geometry = self._slab_of(item.group, item.slot).geometry
+        except TransferError as error:
+            return error
+        if len(item.key) != 32:
+            return TransferError(f"{place}key has {len(item.key)} bytes; a chain key has 32")
+        if not _fits(item.data, geometry):
+            return TransferError(f"{place}{_describe(item.data)}; a block is contiguous uint8 of {geometry.block_bytes} or "
+                                 f"{geometry.payload_bytes} bytes")
+        if not math.isfinite(item.expiry):
+            return TransferError(f"{place}expiry={item.expiry}; must be finite seconds, 0.0 for none")
+        if not -(1 << 31) <= item.priority < 1 << 31:
+            return TransferError(f"{place}priority={item.priority}; must fit 32 bits")
+        if self._is_quarantined(item.group, item.slot):
+            return TransferError(f"{place}the slot is quarantined")
+        remaining = self._pause.remaining()
+        if remaining > 0.0:
+            return TransferError(f"{place}after a failed write the store takes no blocks for another {remaining:.0f} s")
+        return None
+
+    def _slab_of(self, group: int, slot: int) -> SlabFile:
+        if not 0 <= group < len(self._slabs):
+            raise TransferError(f"group {group}: the store has groups 0..{len(self._slabs) - 1}")
+        slab = self._slabs[group]
+        if not 0 <= slot < slab.geometry.num_slots:
+            raise TransferError(f"group {group}, slot {slot}: the slab has {slab.geometry.num_slots} slots, counted from 0")
+        return slab
+
+    def _require_stored(self, group: int, slot: int, key: bytes) -> None:
+        row = self._manifest.row(group, slot)
+        if self._is_quarantined(group, slot):
+            raise TransferError(f"group {group}, slot {slot}: the slot is quarantined")
+        if row is None:
+            raise TransferError(f"group {group}, slot {slot}: no block is stored there")
+        if row.key != key:
+            raise TransferError(f"group {group}, slot {slot}: holds the block {row.key.hex()[:16]}, asked for was {key.hex()[:16]}")
+
+    def _is_quarantined(self, group: int, slot: int) -> bool:
+        return (group, slot) in self._unsaved_quarantine or self._manifest.is_quarantined(group, slot)
+
+    def _save_quarantine(self) -> None:
+        with self._gate:
+            unsaved = dict(self._unsaved_quarantine)
+        if unsaved:
+            self._manifest.quarantine(list(unsaved.values()))
+            with self._gate:
+                for place in unsaved:
+                    self._unsaved_quarantine.pop(place, None)
+
+    def _take_hits(self) -> dict[Place, int]:
+        """Hit counts that go into the next commit. Lost when it fails: they are statistics."""
+        with self._gate:
+            hits, self._hits = self._hits, {}
+            return hits
+
+    def _count(self, **amounts: int) -> None:
+        with self._gate:
+            for name, amount in amounts.items():
+                self._counts[name] += amount
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Around everything that uses files, so that ``close`` can wait for it."""
+        with self._gate:
+            if self._closed:
+                raise _Closed(f"the store in {self._home.path} is closed")
+            self._active += 1
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._active -= 1
+                self._gate.notify_all()
+
+
+class _Closed(TransferError):
+    """The store has been closed."""
+
+
+def _runs_of_different_slots(items: Sequence[BlockWrite]) -> list[list[int]]:
+    """Positions in runs without a slot twice: between two writes of one slot the first one's row must be deleted."""
+    runs: list[list[int]] = []
+    places: set[Place] = set()
+    for position, item in enumerate(items):
+        place = (item.group, item.slot)
+        if not runs or place in places:
+            runs.append([])
+            places = set()
+        runs[-1].append(position)
+        places.add(place)
+    return runs
+
+
+def _fits(buffer: Buffer, geometry: NvmeGeometry) -> bool:
+    return (buffer.dtype == np.uint8 and buffer.ndim == 1 and buffer.flags.c_contiguous
+            and buffer.nbytes in (geometry.block_bytes, geometry.payload_bytes))
+
+
+def _describe(buffer: Buffer) -> str:
+    return f"{'' if buffer.flags.c_contiguous else 'strided '}{buffer.dtype} {list(buffer.shape)}"

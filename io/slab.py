@@ -1,0 +1,212 @@
+"""``SlabFile``: one preallocated file per layer group with fixed slots, each a header page and a block (design: NVMe rules).
+
+The header says what the slot holds and carries a checksum of the block and one of itself. A read believes nothing: every
+field is compared with what was asked for, so a flipped bit, a torn write, a misdirected read or write and a slot of
+another model or from before a reset all end as ``CorruptBlock``.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from kvtier.errors import ConfigError, CorruptBlock
+from kvtier.io.checksum import ALGORITHM, CHECKSUM_BYTES, block_checksum, page_checksum
+from kvtier.io.direct_file import Buffer, DirectFile, aligned_buffer
+from kvtier.io.faults import FaultOperation, Faults
+from kvtier.pools.nvme_geometry import HEADER_BYTES, NvmeGeometry
+
+MAGIC: Final = b"KVTSLOT\0"
+FORMAT_VERSION: Final = 1
+"""Version of the header page and of the whole store directory."""
+
+# magic, version, group, slot, length, namespace digest, key, algorithm, block checksum, priority, expiry, time of writing
+_FIELDS: Final = struct.Struct("<8sIIQQ32s32s16s16sidd")
+_SEALED_BYTES: Final = HEADER_BYTES - CHECKSUM_BYTES  # the header's own checksum is the end of the page and covers the rest
+
+
+@dataclass(frozen=True)
+class SlotHeader:
+    """What a slot's header page says.
+
+    Attributes:
+        group, slot: where the block was meant to lie.
+        key: chain key of the content, 32 bytes.
+        length: bytes of the block without padding.
+        namespace_digest: SHA-256 of the directory's identity, 32 bytes.
+        checksum: of the block, 16 bytes, and its ``algorithm``.
+        priority, expiry: of the block when it was written (expiry in wall-clock seconds, 0.0 for none).
+        written: wall-clock time of the write in seconds; only to tell the newer of two copies.
+    """
+
+    group: int
+    slot: int
+    key: bytes
+    length: int
+    namespace_digest: bytes
+    checksum: bytes
+    priority: int
+    expiry: float
+    written: float
+    algorithm: str = ALGORITHM
+    magic: bytes = MAGIC
+    version: int = FORMAT_VERSION
+
+    def pack_into(self, page: Buffer) -> None:
+        """Write the header and its own checksum into ``page``, uint8 [4096]. The unused middle stays as it is: zeros."""
+        _FIELDS.pack_into(page.data, 0, self.magic, self.version, self.group, self.slot, self.length, self.namespace_digest,
+                          self.key, self.algorithm.encode("ascii"), self.checksum, self.priority, self.expiry, self.written)
+        page[_SEALED_BYTES:] = np.frombuffer(page_checksum(page[:_SEALED_BYTES]), np.uint8)
+
+    @classmethod
+    def unpack(cls, page: Buffer) -> SlotHeader:
+        """What the page says, whether or not it is true. ``is_sealed`` tells whether it is what was once written."""
+        (magic, version, group, slot, length, namespace_digest, key, algorithm, checksum, priority, expiry,
+         written) = _FIELDS.unpack_from(page.data, 0)
+        return cls(group, slot, key, length, namespace_digest, checksum, priority, expiry, written,
+                   algorithm.rstrip(b"\0").decode("ascii", "backslashreplace"), magic, version)
+
+
+def is_sealed(page: Buffer) -> bool:
+    """True when a header page matches its own checksum."""
+    return page_checksum(page[:_SEALED_BYTES]) == page[_SEALED_BYTES:HEADER_BYTES].tobytes()
+
+
+class _HeaderPages(threading.local):
+    """One aligned header page per thread: readers and the writer never share one."""
+
+    def __init__(self) -> None:
+        self.page = aligned_buffer(HEADER_BYTES)
+
+
+class SlabFile:
+    """The slab of one group. Reads from any thread; one writer per slot at a time.
+
+    Args:
+        path: the file; made when it is missing.
+        group: number of the layer group.
+        geometry: shape of the file. The file itself is sized by :meth:`DirectFile.resize` through ``file``.
+        namespace_digest: goes into every header and is demanded of every header that is read.
+        direct: whether to ask for direct I/O.
+        faults: injected failures, for tests.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, group: int, geometry: NvmeGeometry, namespace_digest: bytes, *, direct: bool = True,
+                 faults: Faults | None = None) -> None:
+        self.group = group
+        self.geometry = geometry
+        self.namespace_digest = namespace_digest
+        self.file = DirectFile(path, create=True, direct=direct)
+        self._faults = faults
+        self._headers = _HeaderPages()
+
+    def require_size(self, num_slots: int) -> None:
+        """Check that the file is long enough for ``num_slots`` slots.
+
+        Raises:
+            ConfigError: it is shorter: somebody truncated it.
+        """
+        size, expected = self.file.size(), num_slots * self.geometry.stride
+        if size < expected:
+            raise ConfigError(f"{self.file.path} has {size} bytes but its {num_slots} slots need {expected}: the file was truncated. "
+                              f"Restore it, or delete it to start this group empty")
+
+    def write(self, slot: int, key: bytes, data: Buffer, priority: int, expiry: float, written: float) -> SlotHeader:
+        """Write header and block with one vectored call and return the header. Nobody may change ``data`` meanwhile.
+
+        Args:
+            slot: where to; nobody may be reading it and no manifest row may point at it.
+            key: chain key, 32 bytes.
+            data: uint8 [block_bytes], or [payload_bytes] with padding behind the block (an aligned row travels in place).
+            priority, expiry, written: see :class:`SlotHeader`.
+
+        Raises:
+            OSError, TransferError: as :meth:`DirectFile.write`; the slot's content is undefined then.
+        """
+        geometry = self.geometry
+        checksum = block_checksum(data[:geometry.block_bytes], key, self.group, slot)
+        header = SlotHeader(self.group, slot, key, geometry.block_bytes, self.namespace_digest, checksum, priority, expiry, written)
+        page = self._headers.page
+        header.pack_into(page)
+        if self._faults is not None:
+            self._faults.before(FaultOperation.WRITE)
+            travelling = aligned_buffer(data.nbytes)  # the caller's bytes stay right: only what reaches the file is flipped
+            travelling[:] = data
+            self._faults.corrupt(FaultOperation.WRITE, travelling[:geometry.block_bytes])
+            data = travelling
+        self.file.write(geometry.offset(slot), [page, data])
+        return header
+
+    def read(self, slot: int, key: bytes, out: Buffer) -> None:
+        """Read and verify one block.
+
+        Args:
+            slot: where from.
+            key: chain key that the slot must hold, 32 bytes.
+            out: uint8 [block_bytes], or [payload_bytes] to read in place; garbage unless the call returns.
+
+        Raises:
+            CorruptBlock: names group, slot and what differed.
+            TransferError: the file ends inside the slot.
+            OSError: the system could not read.
+        """
+        geometry = self.geometry
+        namespace_digest = self.namespace_digest
+        page = self._headers.page
+        if self._faults is not None:
+            self._faults.before(FaultOperation.READ)
+        self.file.read(geometry.offset(slot), [page, out])
+        block = out[:geometry.block_bytes]
+        if self._faults is not None:
+            self._faults.corrupt(FaultOperation.READ, block)
+        differing = list(self._header_differences(page, slot, namespace_digest, key))
+        if not differing:
+            checksum = block_checksum(block, key, self.group, slot)
+            stored = SlotHeader.unpack(page).checksum
+            if checksum != stored:
+                differing.append(f"checksum of the block is {checksum.hex()} instead of {stored.hex()}")
+        if differing:
+            raise CorruptBlock(f"group {self.group}, slot {slot} of {self.file.path}: {'; '.join(differing)}. The block is not served")
+
+    def read_header(self, slot: int) -> SlotHeader | None:
+        """The header of a slot when it is intact and belongs here (place, namespace, length, algorithm), else ``None``.
+
+        Raises:
+            OSError, TransferError: it cannot be read.
+        """
+        page = self._headers.page
+        self.file.read(self.geometry.offset(slot), [page])
+        if any(self._header_differences(page, slot, self.namespace_digest, None)):
+            return None
+        return SlotHeader.unpack(page)
+
+    def _header_differences(self, page: Buffer, slot: int, namespace_digest: bytes, key: bytes | None) -> Iterator[str]:
+        """What in a header is not as it must be, in words. ``key=None`` accepts any key."""
+        header = SlotHeader.unpack(page)
+        if header.magic != MAGIC:
+            yield f"magic is {header.magic!r} instead of {MAGIC!r}"
+        if not is_sealed(page):
+            yield "the header does not match its own checksum"
+        if header.version != FORMAT_VERSION:
+            yield f"format version is {header.version} instead of {FORMAT_VERSION}"
+        if header.namespace_digest != namespace_digest:
+            yield f"namespace is {header.namespace_digest.hex()[:16]} instead of {namespace_digest.hex()[:16]}"
+        if key is not None and header.key != key:
+            yield f"key is {header.key.hex()[:16]} instead of {key.hex()[:16]}"
+        if header.group != self.group:
+            yield f"header says group {header.group}"
+        if header.slot != slot:
+            yield f"header says slot {header.slot}"
+        if header.length != self.geometry.block_bytes:
+            yield f"length is {header.length} instead of {self.geometry.block_bytes}"
+        if header.algorithm != ALGORITHM:
+            yield f"checksum algorithm is {header.algorithm!r} instead of {ALGORITHM!r}"

@@ -1,0 +1,196 @@
+"""Opening an NVMe directory: space, slabs, manifest; what does not fit the configuration is put right or refused.
+
+The order matters. Whatever can be refused is refused before anything is changed. Rows go before the slots they point at,
+and the number of slots is written down only when the slabs have it, so a crash in between is found at the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvtier.errors import ConfigError, TransferError
+from kvtier.io.direct_file import refuses_direct
+from kvtier.io.faults import Faults
+from kvtier.io.manifest import Manifest, ManifestContents, QuarantineRow, wal_path
+from kvtier.io.rebuild import rebuild_from_headers
+from kvtier.io.slab import SlabFile
+from kvtier.io.store_directory import TEMPORARY_SUFFIX, StoreDirectory, sync_directory
+from kvtier.pools.nvme_geometry import NvmeGeometry
+
+_log = logging.getLogger(__name__)
+_CLOSE_SECONDS: Final = 30.0
+
+
+@dataclass(frozen=True)
+class OpenedStore:
+    """The parts of an opened directory.
+
+    Attributes:
+        home, slabs, manifest: directory with its lock, one slab per group, index.
+        dropped_rows: rows given up at this start: damaged, beyond the configured slots, or of a slab that is gone.
+        recovered_rows: blocks found again by their slot headers after damage to the manifest.
+    """
+
+    home: StoreDirectory
+    slabs: tuple[SlabFile, ...]
+    manifest: Manifest
+    dropped_rows: int
+    recovered_rows: int
+
+
+def default_reserve(path: Path) -> int:
+    """Bytes that preallocation leaves free: 1 % of the filesystem, 1 GiB at most."""
+    system = os.statvfs(path)
+    return min(1 << 30, system.f_blocks * system.f_frsize // 100)
+
+
+def open_store(directory: str | Path, namespace: str, geometries: Sequence[NvmeGeometry], *, faults: Faults | None = None,
+               free_space_reserve: int | None = None, sync: bool = False) -> OpenedStore:
+    """Open or make the store of a directory. See :meth:`NvmeStore.open`.
+
+    Raises:
+        ConfigError: the directory, its content or the space on it does not allow it.
+    """
+    with contextlib.ExitStack() as undo:
+        home = StoreDirectory.open(directory, namespace, [geometry.block_bytes for geometry in geometries])
+        undo.callback(home.close)
+        try:
+            lost_slabs = [group for group in range(len(geometries))
+                          if home.identity.num_slots[group] > 0 and not home.slab_path(group).exists()]
+            slabs = _open_slabs(home, geometries, lost_slabs, faults, undo)
+            _require_space(home, slabs, free_space_reserve)
+            for slab in slabs:
+                if slab.file.size() < slab.geometry.file_bytes:
+                    slab.file.resize(slab.geometry.file_bytes)
+            manifest, dropped, recovered = _open_manifest(home, slabs, sync)
+            undo.callback(manifest.close, _CLOSE_SECONDS)
+            dropped += _forget(home, manifest, slabs, lost_slabs)
+            home.record_slots([geometry.num_slots for geometry in geometries])
+            for slab in slabs:
+                if slab.file.size() > slab.geometry.file_bytes:
+                    slab.file.resize(slab.geometry.file_bytes)
+        except OSError as error:
+            raise ConfigError(f"nvme_directory={str(home.path)!r} cannot be used: {error}. Free some space, lower the size of the "
+                              "NVMe level or give another directory") from error
+        except TransferError as error:
+            raise ConfigError(f"nvme_directory={str(home.path)!r} cannot be used: {error}") from error
+        undo.pop_all()
+    return OpenedStore(home, slabs, manifest, dropped, recovered)
+
+
+def _open_slabs(home: StoreDirectory, geometries: Sequence[NvmeGeometry], lost_slabs: Sequence[int], faults: Faults | None,
+                undo: contextlib.ExitStack) -> tuple[SlabFile, ...]:
+    direct = True
+    try:
+        refusal = refuses_direct(home.path)
+    except OSError as error:  # a full disk must not keep an existing store from being read
+        _log.info("%s: direct I/O could not be tried (%s)", home.path, error)
+    else:
+        if refusal is not None:
+            direct = False
+            _log.warning("%s: the mount refuses direct I/O (%s); using the page cache instead", home.path, refusal)
+    slabs = []
+    for group, geometry in enumerate(geometries):
+        slab = SlabFile(home.slab_path(group), group, geometry, home.identity.namespace_digest, direct=direct, faults=faults)
+        undo.callback(slab.file.close)
+        if group not in lost_slabs:
+            slab.require_size(home.identity.num_slots[group])
+        slabs.append(slab)
+    return tuple(slabs)
+
+
+def _require_space(home: StoreDirectory, slabs: Sequence[SlabFile], free_space_reserve: int | None) -> None:
+    """The cap counts what is already there: only what the slabs still have to grow by needs room."""
+    wanted = sum(max(0, slab.geometry.file_bytes - slab.file.allocated()) for slab in slabs if slab.file.size() < slab.geometry.file_bytes)
+    if wanted == 0:
+        return
+    reserve = default_reserve(home.path) if free_space_reserve is None else free_space_reserve
+    system = os.statvfs(home.path)
+    free = system.f_bavail * system.f_frsize
+    if wanted + reserve > free:
+        raise ConfigError(f"the NVMe level needs {wanted} more bytes in {home.path} and leaves {reserve} bytes free, available are "
+                          f"{free}: configure a smaller NVMe level, free some space or lower the reserve")
+
+
+def _forget(home: StoreDirectory, manifest: Manifest, slabs: Sequence[SlabFile], lost_slabs: Sequence[int]) -> int:
+    """Drop the rows of slots that are no longer there, aloud."""
+    slots = [0 if slab.group in lost_slabs else slab.geometry.num_slots for slab in slabs]
+    blocks, quarantined = manifest.forget_beyond(slots)
+    if lost_slabs:
+        _log.warning("%s: the slab files of groups %s are gone; these groups start empty", home.path, lost_slabs)
+    if blocks or quarantined:
+        _log.warning("%s: %d blocks and %d quarantined slots lay beyond the %s slots that there are now and are dropped",
+                     home.path, blocks, quarantined, slots)
+    return blocks
+
+
+def _open_manifest(home: StoreDirectory, slabs: Sequence[SlabFile], sync: bool) -> tuple[Manifest, int, int]:
+    """The sound manifest, rows dropped, rows recovered."""
+    path = home.manifest_path
+    digest = home.identity.namespace_digest
+    if path.exists() and path.stat().st_size > 0:
+        manifest = Manifest(path, digest, sync=sync)
+        contents = manifest.load()
+        if not contents.damage:
+            return manifest, 0, 0
+        _keep_aside(path)
+        manifest.close(_CLOSE_SECONDS)
+    elif any(home.identity.num_slots):
+        contents = ManifestContents(damage=["it is missing or empty"])
+    else:
+        contents = ManifestContents()
+    dropped, recovered = _make_manifest(home, slabs, contents)
+    manifest = Manifest(path, digest, sync=sync)
+    remaining = manifest.load().damage
+    if remaining:
+        manifest.close(_CLOSE_SECONDS)
+        raise ConfigError(f"{path} is damaged again right after it was rebuilt: {'; '.join(remaining)}. Check the drive")
+    return manifest, dropped, recovered
+
+
+def _make_manifest(home: StoreDirectory, slabs: Sequence[SlabFile], contents: ManifestContents) -> tuple[int, int]:
+    """Write a new manifest beside the place of the old one and move it there when it is complete."""
+    path = home.manifest_path
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    manifest = Manifest(temporary, home.identity.namespace_digest)
+    dropped = recovered = 0
+    try:
+        manifest.create()
+        if contents.damage:
+            suspected = [place for place in contents.bad_rows if place is not None]
+            rebuilt = rebuild_from_headers(slabs, contents.rows, suspected, contents.quarantine)
+            manifest.put(rebuilt.rows)
+            now = time.time()
+            manifest.quarantine([*contents.quarantine.values(),
+                                 *(QuarantineRow(*place, b"", "its manifest row or header was damaged", now) for place in rebuilt.lost)])
+            dropped, recovered = len(contents.bad_rows), rebuilt.recovered
+            _log.error("%s is damaged (%s) and was rebuilt from the slot headers: %d blocks, %d of them recovered; %d damaged rows "
+                       "dropped, %d slots quarantined, %d second copies left out", path, "; ".join(contents.damage),
+                       len(rebuilt.rows), recovered, dropped, len(rebuilt.lost), rebuilt.duplicates)
+    finally:
+        manifest.close(_CLOSE_SECONDS)
+    for side in (wal_path(path), path.with_name(path.name + "-shm")):
+        side.unlink(missing_ok=True)  # a log of the old database must never meet the new one
+    os.replace(temporary, path)
+    sync_directory(home.path)
+    return dropped, recovered
+
+
+def _keep_aside(path: Path) -> None:
+    """Rename a damaged database and its log. The database goes first: without it, a crash from here on means rebuilding again."""
+    suffix = time.strftime(".damaged-%Y%m%d-%H%M%S")
+    number = 0
+    while path.with_name(path.name + suffix).exists():
+        number += 1
+        suffix = f"{suffix.split('_')[0]}_{number}"
+    os.rename(path, path.with_name(path.name + suffix))
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(wal_path(path), path.with_name(path.name + suffix + "-wal"))
+    _log.error("%s is damaged and is kept as %s", path, path.name + suffix)
