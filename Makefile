@@ -1,0 +1,52 @@
+# The house's commands. `make demo` and `make test` work first on a bare machine: they create .venv themselves.
+# Options: ARGS="..." is passed to the command that runs; PYTHON=/path/to/python3 chooses the interpreter of .venv.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(abspath $(VENV))/bin
+READY := $(VENV)/.installed
+COMPILED := build/compiled
+PURE_TESTS := $(wildcard tests/policies tests/tiering/ledger tests/cases)
+
+.PHONY: venv demo test types lint compiled test-compiled test-gpu wheel clean
+
+venv: $(READY)
+
+$(READY): pyproject.toml constraints-cpu.txt scripts/make_venv.sh
+	@echo "Preparing $(VENV) (once, a few minutes: torch is large) ..."
+	@VENV="$(VENV)" PYTHON="$(PYTHON)" scripts/make_venv.sh
+
+demo: $(READY)
+	@$(BIN)/kvtier demo $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+
+types: $(READY)
+	$(BIN)/python scripts/stage.py
+	cd build/typed && $(BIN)/mypy --config-file ../../pyproject.toml -p kvtier
+
+# The pure rooms as extension modules (needs a C compiler). Everything else in the folder is the same Python.
+compiled: $(READY)
+	rm -rf $(COMPILED) build/lib* build/bdist*
+	KVTIER_COMPILE=1 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(COMPILED) .
+
+test-compiled: compiled
+	PYTHONPATH=$(COMPILED) $(BIN)/python scripts/check_compiled.py $(COMPILED)
+	PYTHONPATH=$(COMPILED) $(BIN)/python -m pytest $(or $(PURE_TESTS),$(error no tests of the pure rooms)) $(ARGS)
+
+# For a machine with a GPU that has torch, triton and cupy already; installs nothing, so it takes the system's Python.
+test-gpu:
+	PYTHONPATH="$$($(PYTHON) scripts/stage.py)" $(PYTHON) scripts/test_gpu.py $(ARGS)
+
+wheel: $(READY)
+	rm -rf build/lib* build/bdist*
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf build dist *.egg-info

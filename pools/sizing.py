@@ -1,0 +1,272 @@
+"""Sizes: from "8 blocks", "64GiB" or "90%" to block counts per group and level, checked before anything is allocated.
+
+Part of design.md's public names (``TierConfig``); R8: what does not fit is said in bytes, with what to change. Pure
+arithmetic: what is free is passed in, so that one rule serves CPU, CUDA and tests.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Final
+
+from kvtier.errors import ConfigError
+from kvtier.pools.layout import KVLayout, LayerGroup
+from kvtier.pools.nvme_geometry import NvmeGeometry
+from kvtier.pools.pool_index import LEVEL_NAMES, NVME, PRIMARY, SECONDARY
+
+ALIGNMENT: Final = 4096
+MAX_BLOCKS: Final = 1 << 31
+"""Most blocks that one size may name: slots and ids stay far inside 64-bit offsets, and a slip is caught."""
+MAX_BYTES: Final = 1 << 60
+
+_BYTE_UNITS: Final = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+                      "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_UNITS_BY_LOWER: Final = {unit.lower(): unit for unit in (*_BYTE_UNITS, "blocks", "%")} | {"block": "blocks"}
+_SPELLING: Final = re.compile(r"([+-]?)([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z%]*)")
+_EXAMPLES: Final = 'write for example "8 blocks", "64GiB", "500 MB" or "90%"'
+
+
+class SizeKind(enum.Enum):
+    """What a size counts."""
+
+    BLOCKS = "blocks"  #: blocks of each group
+    BYTES = "bytes"    #: bytes of the whole level, or of one group when given per group
+    SHARE = "share"    #: a share of what is free, 0..1
+
+
+@dataclass(frozen=True)
+class Size:
+    """One parsed size. ``amount`` is exact: whole blocks, whole bytes, or a share of 1."""
+
+    kind: SizeKind
+    amount: Fraction
+    text: str
+
+
+def parse_size(text: object, name: str) -> Size:
+    """Parse one size with its unit; ``name`` is the key it came from, for messages.
+
+    Units: ``blocks``, ``B``, ``KB`` ... ``TB`` (powers of 1000), ``KiB`` ... ``TiB`` (powers of 1024), ``%``; upper and
+    lower case alike. Fractions are fine for bytes and shares.
+
+    Raises:
+        ConfigError: no unit, an unknown unit, a negative number, a fraction of a block, more than 100%, too large.
+    """
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        raise ConfigError(_no_unit(name, text, str(abs(text))))
+    if not isinstance(text, str):
+        raise ConfigError(f"{name}={text!r}: not a size; {_EXAMPLES}")
+    match = _SPELLING.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{name}={text!r}: not a size; {_EXAMPLES}")
+    sign, digits, unit_text = match.groups()
+    if not unit_text:
+        raise ConfigError(_no_unit(name, text, digits))
+    unit = _UNITS_BY_LOWER.get(unit_text.lower())
+    if unit is None:
+        near = difflib.get_close_matches(unit_text.lower(), _UNITS_BY_LOWER, 1)
+        hint = f'did you mean "{digits} {_UNITS_BY_LOWER[near[0]]}"?' if near else _EXAMPLES
+        raise ConfigError(f"{name}={text!r}: unknown unit {unit_text!r}; {hint}")
+    if sign == "-":
+        raise ConfigError(f"{name}={text!r}: a size must not be negative; {_EXAMPLES}")
+    number = Fraction(digits)
+    if unit == "blocks":
+        if number.denominator != 1:
+            raise ConfigError(f"{name}={text!r}: blocks come whole; write \"{math.ceil(number)} blocks\"")
+        if number > MAX_BLOCKS:
+            raise ConfigError(f"{name}={text!r}: at most {MAX_BLOCKS} blocks")
+        return Size(SizeKind.BLOCKS, number, text)
+    if unit == "%":
+        if number > 100:
+            raise ConfigError(f"{name}={text!r}: a share of what is free is at most 100%")
+        return Size(SizeKind.SHARE, number / 100, text)
+    num_bytes = math.floor(number * _BYTE_UNITS[unit])
+    if num_bytes > MAX_BYTES:
+        raise ConfigError(f"{name}={text!r}: at most {format_bytes(MAX_BYTES)}")
+    return Size(SizeKind.BYTES, Fraction(num_bytes), text)
+
+
+def _no_unit(name: str, text: object, digits: str) -> str:
+    return f'{name}={text!r}: a size needs a unit; write "{digits} blocks", "{digits}GiB" or "{digits}%"'
+
+
+def parse_sizes(value: object, name: str) -> tuple[Size, ...]:
+    """Parse a size, or a list with one size per group.
+
+    Raises:
+        ConfigError: as :func:`parse_size`, or an empty list.
+    """
+    if isinstance(value, (list, tuple)):
+        if not value:
+            raise ConfigError(f"{name}=[]: a list of sizes names one per group; {_EXAMPLES}")
+        return tuple(parse_size(item, f"{name}[{number}]") for number, item in enumerate(value))
+    return (parse_size(value, name),)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Bytes for people: "1.50 GiB (1610612736 bytes)"."""
+    amount = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(amount) < 1024 or unit == "TiB":
+            break
+        amount /= 1024
+    return f"{num_bytes} B" if unit == "B" else f"{amount:.2f} {unit} ({num_bytes} bytes)"
+
+
+@dataclass(frozen=True)
+class FreeSpace:
+    """What is free, in bytes, before kvtier takes anything.
+
+    Attributes:
+        host_bytes: host memory.
+        host_limit: what bounds ``host_bytes``, for messages ("MemAvailable", "cgroup limit").
+        device_bytes: memory of the CUDA device; None for ``device="cpu"``, where primary and secondary share
+            ``host_bytes`` and primary is served first.
+        disk_bytes: what the slab files may occupy: free space less the reserve, plus what they occupy already; None
+            without a directory.
+    """
+
+    host_bytes: int
+    host_limit: str = "host memory"
+    device_bytes: int | None = None
+    disk_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class PoolSizes:
+    """Blocks per group, for each level."""
+
+    primary: tuple[int, ...]
+    secondary: tuple[int, ...]
+    nvme: tuple[int, ...]
+
+
+def slot_bytes(group: LayerGroup, level: int) -> int:
+    """Bytes that one block of ``group`` takes on a level, padding and header included."""
+    if level == PRIMARY:
+        return group.block_bytes
+    if level == SECONDARY:
+        return -(-group.block_bytes // ALIGNMENT) * ALIGNMENT
+    return NvmeGeometry(group.block_bytes, 1).stride
+
+
+def level_bytes(layout: KVLayout, counts: Sequence[int], level: int) -> int:
+    """Bytes that ``counts[group]`` blocks of each group take on a level."""
+    return sum(count * slot_bytes(group, level) for group, count in zip(layout.groups, counts, strict=True))
+
+
+def resolve_sizes(layout: KVLayout, primary: object, secondary: object, nvme: object, free: FreeSpace,
+                  group_shares: Sequence[float] | None = None) -> PoolSizes:
+    """Block counts per group and level, and the check that they fit into what is free.
+
+    A size is one for all groups (blocks: of each group; bytes and shares: of the level, split by ``group_shares``,
+    equal by default) or a list with one per group. Rounding follows TensorRT-LLM's ``calculateMaxNumBlocks``: bytes
+    become whole tokens, and the primary level rounds its last block up, the lower levels down. A share always rounds
+    down: it must never ask for more than there is.
+
+    Raises:
+        ConfigError: a list whose length is not the number of groups, a group left without primary blocks, a lower level
+            smaller than one block, or a level that does not fit; names level, wanted, available and what to change.
+    """
+    shares = _group_shares(layout, group_shares)
+    on_device = free.device_bytes is not None
+    primary_free = free.device_bytes if free.device_bytes is not None else free.host_bytes
+    primary_counts = _level_counts(layout, parse_sizes(primary, "primary"), PRIMARY, shares, primary_free)
+    for group, count in zip(layout.groups, primary_counts, strict=True):
+        if count == 0:
+            raise ConfigError(f"primary={primary!r} gives group {group.number} no block; a block of it takes "
+                              f"{format_bytes(group.block_bytes)}: raise primary=... or the group's share")
+    taken = 0 if on_device else level_bytes(layout, primary_counts, PRIMARY)
+    secondary_counts = _level_counts(layout, parse_sizes(secondary, "secondary"), SECONDARY, shares,
+                                     max(0, free.host_bytes - taken))
+    nvme_sizes = parse_sizes(nvme, "nvme")
+    if free.disk_bytes is None and any(size.amount for size in nvme_sizes):
+        raise ConfigError(f"nvme={nvme!r} wants a folder for its files; set nvme_directory=...")
+    nvme_counts = _level_counts(layout, nvme_sizes, NVME, shares, free.disk_bytes or 0)
+    sizes = PoolSizes(primary_counts, secondary_counts, nvme_counts)
+    check_fits(layout, sizes, free)
+    return sizes
+
+
+def check_fits(layout: KVLayout, sizes: PoolSizes, free: FreeSpace) -> None:
+    """Compare what the levels want with what is free.
+
+    Raises:
+        ConfigError: names the first level that does not fit, the wanted and the available size, and what to lower.
+    """
+    wanted = [level_bytes(layout, counts, level)
+              for level, counts in enumerate((sizes.primary, sizes.secondary, sizes.nvme))]
+    if free.device_bytes is not None:
+        _check_level(PRIMARY, wanted[PRIMARY], free.device_bytes, "device memory")
+        _check_level(SECONDARY, wanted[SECONDARY], free.host_bytes, free.host_limit)
+    else:
+        _check_level(PRIMARY, wanted[PRIMARY], free.host_bytes, free.host_limit)
+        _check_level(SECONDARY, wanted[SECONDARY], free.host_bytes - wanted[PRIMARY],
+                     f"{free.host_limit} after the primary level")
+    _check_level(NVME, wanted[NVME], free.disk_bytes or 0, "disk space of nvme_directory after the reserve")
+
+
+def _check_level(level: int, wanted: int, available: int, where: str) -> None:
+    if wanted > available:
+        name = LEVEL_NAMES[level]
+        raise ConfigError(f"{name}: {format_bytes(wanted)} wanted, {format_bytes(max(0, available))} available "
+                          f'({where}); lower {name}=..., for example to a share of what is free: {name}="50%"')
+
+
+def _group_shares(layout: KVLayout, given: Sequence[float] | None) -> list[Fraction]:
+    """Each group's share of a level, adding up to 1."""
+    count = len(layout.groups)
+    if given is None:
+        return [Fraction(1, count)] * count
+    check_group_shares(given)
+    if len(given) != count:
+        raise ConfigError(f"group_shares={list(given)}: {len(given)} shares for {count} groups; give one per group")
+    total = sum(Fraction(share) for share in given)
+    return [Fraction(share) / total for share in given]
+
+
+def check_group_shares(shares: Sequence[float]) -> None:
+    """Raise ConfigError unless every share is in 0..1 and their sum is above 0."""
+    if any(not 0.0 <= share <= 1.0 for share in shares):
+        raise ConfigError(f"group_shares={list(shares)}: each share must be between 0 and 1")
+    if not sum(shares) > 0.0:
+        raise ConfigError(f"group_shares={list(shares)}: the shares must add up to more than 0")
+
+
+def _level_counts(layout: KVLayout, sizes: tuple[Size, ...], level: int, shares: list[Fraction],
+                  available: int) -> tuple[int, ...]:
+    """Blocks of each group on one level."""
+    groups = layout.groups
+    if len(sizes) == 1:
+        parts = [(sizes[0], share) for share in shares]
+    elif len(sizes) == len(groups):
+        parts = [(size, Fraction(1)) for size in sizes]
+    else:
+        raise ConfigError(f"{LEVEL_NAMES[level]}: {len(sizes)} sizes for {len(groups)} groups; give one for all or one "
+                          "per group")
+    return tuple(_blocks(group, size, level, share, available)
+                 for group, (size, share) in zip(groups, parts, strict=True))
+
+
+def _blocks(group: LayerGroup, size: Size, level: int, share: Fraction, available: int) -> int:
+    """Blocks of one group that a size stands for; ``share`` is the group's part of a byte amount."""
+    if size.kind is SizeKind.BLOCKS:
+        return int(size.amount)
+    per_block = slot_bytes(group, level)
+    if size.kind is SizeKind.SHARE:
+        count = math.floor(available * size.amount * share) // per_block
+    elif level == PRIMARY:
+        num_tokens = math.floor(size.amount * share) * group.tokens_per_block // per_block
+        count = -(-num_tokens // group.tokens_per_block)
+    else:
+        count = math.floor(size.amount * share) // per_block
+    if count == 0 and size.amount > 0 and share > 0 and level != PRIMARY:
+        raise ConfigError(f"{LEVEL_NAMES[level]}={size.text!r} is less than one block of group {group.number}, which "
+                          f"takes {format_bytes(per_block)} there; raise it, or leave the level out: \"0 blocks\"")
+    return count

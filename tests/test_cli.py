@@ -1,0 +1,109 @@
+"""The command line: quick help, one line for what a user can cause, exit codes 0, 1 and 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvtier
+from kvtier import cli
+from kvtier.errors import CapacityError, ConfigError, KVTierError, TransferError
+
+
+def kvtier_command(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    around = {key: value for key, value in os.environ.items() if not key.startswith("KVTIER_")}
+    return subprocess.run([sys.executable, "-m", "kvtier.cli", *arguments], capture_output=True, text=True, timeout=120,
+                          env=around | (environment or {}), check=False)
+
+
+def leaving(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> object:
+    """The exit code of ``main`` when a command raises ``error``."""
+    def broken(prog_name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", broken)
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    return raised.value.code
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["demo", "--help"], ["doctor", "--help"],
+                                       ["bench", "--help"], ["bench", "copy", "--help"], ["bench", "nvme", "--help"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = ("import sys\n"
+            "from kvtier.cli import main\n"
+            "try: main()\n"
+            "except SystemExit as leaving: assert not leaving.code, leaving.code\n"
+            "heavy = {'torch', 'numpy', 'pydantic_settings', 'yaml', 'transformers', 'cupy', 'kvikio'} & set(sys.modules)\n"
+            "assert not heavy, heavy\n")
+    found = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 0, found.stderr
+    assert "kvtier" in found.stdout
+
+
+def test_importing_kvtier_imports_no_torch() -> None:
+    subprocess.run([sys.executable, "-c", "import sys, kvtier; assert 'torch' not in sys.modules"], check=True, timeout=60)
+
+
+def test_version_is_the_package_version() -> None:
+    assert kvtier_command("--version").stdout.strip() == f"kvtier {kvtier.__version__}"
+
+
+@pytest.mark.parametrize("arguments", [
+    ["serve"], ["demo", "--no-such-option"], ["demo", "--users", "0"], ["demo", "--turns", "many"],
+    ["bench", "copy", "--json", "/no/such/folder/x.json"], ["bench", "nvme", "--json", "/"],
+    ["demo", "--json", "/no/such/folder/x.json"], ["doctor", "--config"]])
+def test_wrong_use_is_exit_code_2_without_a_traceback(arguments: list[str]) -> None:
+    found = kvtier_command(*arguments)
+    assert found.returncode == 2
+    assert "Traceback" not in found.stderr
+    assert found.stderr.strip()
+
+
+@pytest.mark.parametrize(("error", "code"), [
+    (ConfigError("primary=8: a size needs a unit"), 2), (CapacityError("5 blocks needed, 3 present"), 1),
+    (TransferError("read failed"), 1), (KVTierError("something"), 1), (KeyboardInterrupt(), 130),
+    (OSError(28, "No space left on device", "/data/x"), 1), (ModuleNotFoundError("no", name="transformers"), 2)])
+def test_what_a_user_can_cause_is_one_line_on_stderr(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int) -> None:
+    assert leaving(monkeypatch, error) == code
+    output = capsys.readouterr()
+    assert output.err.startswith("kvtier: ")
+    assert output.err.count("\n") == 1
+    assert output.out == ""
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), AssertionError("a bug"),
+                                   ModuleNotFoundError("a bug", name="kvtier.nowhere")])
+def test_our_own_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def broken(prog_name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", broken)
+    with pytest.raises(type(error)):
+        cli.main()
+
+
+def test_an_interrupt_ends_a_command_without_a_traceback() -> None:
+    code = ("import os, signal, sys\n"
+            "from kvtier import cli\n"
+            "cli.app.command('wait')(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+            "sys.argv[1:] = ['wait']; cli.main()")
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode in (1, 130)
+    assert "Traceback" not in found.stderr
+
+
+def test_doctor_prints_json_and_fails_on_a_bad_configuration(tmp_path: Path) -> None:
+    good = kvtier_command("doctor", "--json", "--directory", str(tmp_path))
+    assert good.returncode == 0, good.stderr
+    assert json.loads(good.stdout)["ok"] is True
+    bad = kvtier_command("doctor", environment={"KVTIER_PRIMRAY": "8 blocks"})
+    assert bad.returncode == 1
+    assert "did you mean 'primary'" in bad.stdout
+    assert "Traceback" not in bad.stderr

@@ -1,0 +1,228 @@
+"""TierConfig: precedence, sources, strictness. A setting is honoured or refused, never dropped."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.io.faults import Faults
+from kvtier.tiering.config import TierConfig
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("KVTIER_"):
+            monkeypatch.delenv(name)
+
+
+def test_the_constructor_of_the_design_page_works_word_for_word() -> None:
+    config = TierConfig(primary="8 blocks", secondary="4 blocks", nvme="0 blocks",
+                        max_batch_size=64, max_seq_len=8192, max_beam_width=1, chunk_size=None,
+                        nvme_directory=None, secondary_offload_min_priority=35, nvme_offload_min_priority=35,
+                        enable_block_reuse=True, enable_partial_reuse=True, copy_on_partial_reuse=True,
+                        keep_backing=True, event_buffer_max_size=1024, gds="auto", policy="default",
+                        request_directory_root=None, faults=None, clock=time.monotonic)
+    assert config.primary == "8 blocks"
+    assert set(config.sources.values()) <= {"keyword", "default"}
+
+
+def test_the_defaults_are_those_of_the_design_page() -> None:
+    config = TierConfig()
+    assert (config.primary, config.secondary, config.nvme) == ("90%", "0 blocks", "0 blocks")
+    assert (config.max_batch_size, config.max_seq_len, config.max_beam_width, config.chunk_size) == (64, 8192, 1, None)
+    assert (config.secondary_offload_min_priority, config.nvme_offload_min_priority) == (35, 35)
+    assert (config.event_buffer_max_size, config.gds, config.policy) == (1024, "auto", "default")
+    assert config.clock is time.monotonic
+    assert config.faults is None
+    assert set(config.sources.values()) == {"default"}
+
+
+def test_keywords_win_over_environment_over_file_over_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "tier.yaml"
+    file.write_text("primary: 1 blocks\nsecondary: 1 blocks\nmax_seq_len: 1\n")
+    monkeypatch.setenv("KVTIER_PRIMARY", "2 blocks")
+    monkeypatch.setenv("KVTIER_SECONDARY", "2 blocks")
+    config = TierConfig.from_file(file, primary="3 blocks")
+    assert (config.primary, config.secondary) == ("3 blocks", "2 blocks")
+    assert (config.max_seq_len, config.max_batch_size) == (1, 64)
+    assert config.sources["primary"] == "keyword"
+    assert config.sources["secondary"] == "environment KVTIER_SECONDARY"
+    assert config.sources["max_seq_len"] == f"file {file}"
+    assert config.sources["max_batch_size"] == "default"
+
+
+def test_kvtier_config_names_the_default_file_and_from_file_replaces_it(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "one.toml").write_text('primary = "1 blocks"\nmax_seq_len = 5\n')
+    (tmp_path / "two.yml").write_text("primary: 2 blocks\n")
+    monkeypatch.setenv("HERE", str(tmp_path))
+    monkeypatch.setenv("KVTIER_CONFIG", "$HERE/one.toml")
+    assert TierConfig().primary == "1 blocks"
+    config = TierConfig.from_file(tmp_path / "two.yml")
+    assert (config.primary, config.max_seq_len) == ("2 blocks", 8192)
+    assert TierConfig().max_seq_len == 5
+
+
+def test_every_kind_of_value_comes_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, text in {"PRIMARY": '["8 blocks", "4 blocks"]', "GROUP_SHARES": "[0.5, 1]", "MAX_BATCH_SIZE": "12",
+                      "KEEP_BACKING": "false", "CHUNK_SIZE": "64", "WRITE_AHEAD_SHARE": "0.5", "GDS": "off",
+                      "NVME_DIRECTORY": "~/kv"}.items():
+        monkeypatch.setenv(f"KVTIER_{key}", text)
+    config = TierConfig()
+    assert config.primary == ["8 blocks", "4 blocks"]
+    assert config.group_shares == [0.5, 1.0]
+    assert (config.max_batch_size, config.keep_backing, config.chunk_size) == (12, False, 64)
+    assert (config.write_ahead_share, config.gds) == (0.5, "off")
+    assert config.nvme_directory == Path.home() / "kv"
+
+
+def test_every_kind_of_value_comes_through_a_file(tmp_path: Path) -> None:
+    yaml_file, toml_file = tmp_path / "a.yaml", tmp_path / "a.toml"
+    yaml_file.write_text("primary: [8 blocks, 50%]\ngroup_shares: [0.5, 1]\ngds: off\nkeep_backing: false\n"
+                         "nvme_directory: ~/kv\nmax_batch_size: 3\n")
+    toml_file.write_text('primary = ["8 blocks", "50%"]\ngroup_shares = [0.5, 1]\ngds = "off"\nkeep_backing = false\n'
+                         'nvme_directory = "~/kv"\nmax_batch_size = 3\n')
+    from_yaml, from_toml = TierConfig.from_file(yaml_file), TierConfig.from_file(str(toml_file))
+    assert [row[:2] for row in from_yaml.effective()] == [row[:2] for row in from_toml.effective()]
+    assert from_yaml.gds == "off"  # a bare `off` in YAML is false
+
+
+@pytest.mark.parametrize("key", ["primry", "max_seq_length", "nvme_dir"])
+def test_an_unknown_keyword_names_the_nearest_key(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{key}' \(keyword\): unknown key; (did you mean|the keys are)"):
+        TierConfig(**{key: "8 blocks"})  # type: ignore[arg-type]
+
+
+def test_an_unknown_key_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_SECONDARY_OFFLOAD_MIN_PRIO", "50")
+    with pytest.raises(ConfigError, match=r"environment KVTIER_SECONDARY.*mean 'secondary_offload_min_priority'"):
+        TierConfig()
+
+
+def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "tier.toml"
+    file.write_text('polcy = "lru"\n')
+    with pytest.raises(ConfigError, match=r"'polcy' \(file .*tier.toml\): unknown key; did you mean 'policy'"):
+        TierConfig.from_file(file)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"primary": 8}, r'primary=8: a size needs a unit; write "8 blocks"'),
+    ({"primary": "8"}, r'primary=\'8\': a size needs a unit; write "8 blocks"'),
+    ({"primary": "0 blocks"}, "at least 1 block"),
+    ({"primary": ["8 blocks", "0%"]}, "at least 1 block"),
+    ({"primary": "-8 blocks"}, "must not be negative"),
+    ({"primary": []}, "one per group"),
+    ({"secondary": "-1GiB"}, "must not be negative"),
+    ({"secondary": None}, "not a size"),
+    ({"max_batch_size": 0}, r"max_batch_size=0 \(keyword\): must be at least 1"),
+    ({"max_batch_size": "64"}, "must be a whole number"),
+    ({"max_batch_size": True}, "must be a whole number"),
+    ({"max_seq_len": 1.5}, "must be a whole number"),
+    ({"max_seq_len": -1}, "must be at least 1"),
+    ({"max_beam_width": 0}, "must be at least 1"),
+    ({"chunk_size": 0}, "must be at least 1"),
+    ({"secondary_offload_min_priority": 101}, "must be at most 100"),
+    ({"nvme_offload_min_priority": -1}, "must be at least 0"),
+    ({"keep_backing": 1}, "must be true or false"),
+    ({"gds": "always"}, "'required', 'auto' or 'off'"),
+    ({"policy": "fifo"}, "'default' or 'lru'"),
+    ({"write_ahead_share": 1.5}, "must be at most 1"),
+    ({"write_ahead_share": float("nan")}, "finite"),
+    ({"group_shares": [0.5, -1]}, "between 0 and 1"),
+    ({"group_shares": [0.5, float("nan")]}, "between 0 and 1"),
+    ({"group_shares": [0, 0]}, "more than 0"),
+    ({"group_shares": ["half"]}, r"group_shares\[0\]='half' \(keyword\): must be a number"),
+    ({"group_shares": 0.5}, "must be a list of numbers"),
+    ({"nvme_free_space_reserve": "10 blocks"}, "size in bytes"),
+    ({"nvme_directory": 3}, "must be a Path"),
+    ({"nvme_directory": ""}, "not a path"),
+    ({"nvme_directory": "/data/$NOT_SET_ANYWHERE"}, r"\$NOT_SET_ANYWHERE is not set"),
+    ({"nvme_directory": "${NOT_SET_ANYWHERE}/x"}, r"NOT_SET_ANYWHERE\} is not set"),
+    ({"nvme_directory": "~nobody-of-this-name/x"}, "cannot be expanded"),
+    ({"nvme": "1 blocks"}, "nvme_directory"),
+    ({"nvme": "1 blocks", "nvme_directory": "x"}, "needs GDS, which is not included yet"),
+    ({"nvme": ["0 blocks", "1 blocks"], "secondary": ["1 blocks", "0 blocks"], "nvme_directory": "x"}, "needs GDS"),
+    ({"faults": 3}, "must be a Faults"),
+    ({"clock": 3}, "must be a function"),
+])
+def test_a_value_that_cannot_be_used_says_key_limit_and_remedy(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TierConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_all_bad_values_are_told_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"max_seq_len=0 .*; gds='x'"):
+        TierConfig(max_seq_len=0, gds="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("key", "value"), [("max_batch_size", "twelve"), ("group_shares", "0.5,1"), ("primary", "8"),
+                                            ("keep_backing", "maybe"), ("clock", "x"), ("faults", "1")])
+def test_a_bad_value_in_the_environment_is_a_config_error(
+        monkeypatch: pytest.MonkeyPatch, key: str, value: str) -> None:
+    monkeypatch.setenv(f"KVTIER_{key.upper()}", value)
+    with pytest.raises(ConfigError, match=key):
+        TierConfig()
+
+
+@pytest.mark.parametrize(("name", "text", "message"), [
+    ("a.json", "{}", "use a .yaml, .yml or .toml file"), ("a.toml", "primary = ", "correct the file"),
+    ("a.yaml", "primary: [", "correct the file"), ("a.yaml", "- 8 blocks", "keys and values"),
+    ("a.yaml", "1: 8 blocks", "keys and values"), ("a.yaml", "clock: 3", "only be given as a keyword"),
+    ("a.toml", b"\xff\xfe", "correct the file")])
+def test_a_bad_file_is_a_config_error(tmp_path: Path, name: str, text: str | bytes, message: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=message):
+        TierConfig.from_file(file)
+
+
+def test_a_missing_file_is_a_config_error_also_as_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        TierConfig.from_file(tmp_path / "none.yaml")
+    monkeypatch.setenv("KVTIER_CONFIG", str(tmp_path / "none.yaml"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        TierConfig()
+
+
+def test_an_empty_file_leaves_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    assert TierConfig.from_file(tmp_path / "empty.yaml") == TierConfig()
+
+
+def test_a_config_cannot_be_changed_and_travels_between_processes() -> None:
+    config = TierConfig(primary="8 blocks")
+    with pytest.raises(ValueError, match="frozen"):
+        config.primary = "9 blocks"
+    again = pickle.loads(pickle.dumps(config))
+    assert again == config
+    assert again.sources == config.sources
+
+
+def test_nvme_with_folder_and_secondary_is_accepted(tmp_path: Path) -> None:
+    config = TierConfig(secondary="4 blocks", nvme="16 blocks", nvme_directory=str(tmp_path))
+    assert config.nvme_directory == tmp_path
+    assert config.nvme_free_space_reserve_bytes == 1 << 30
+
+
+def test_clock_and_faults_are_taken_as_they_are() -> None:
+    faults = Faults([])
+    clock: Callable[[], float] = lambda: 7.0  # noqa: E731
+    config = TierConfig(faults=faults, clock=clock)
+    assert config.faults is faults
+    assert config.clock() == 7.0
+    assert "faults" not in [key for key, _, _ in config.effective()]
+
+
+def test_configuration_needs_no_torch() -> None:
+    code = "import sys, kvtier.tiering.config, kvtier.pools.sizing; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

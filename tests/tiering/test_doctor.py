@@ -1,0 +1,197 @@
+"""kvtier doctor: every verdict has a cause that can be produced, and every problem a next step."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.pools.host_memory import CgroupMemory, HostMemory
+from kvtier.tiering import doctor
+from kvtier.tiering.doctor import Finding, Report, Status, examine, mount_of, print_report
+
+GIB = 1 << 30
+GPU = Finding("GPU", Status.OK, "1 NVIDIA device(s)")
+NO_GPU = Finding("GPU", Status.WARN, "no NVIDIA device", "install")
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("KVTIER_"):
+            monkeypatch.delenv(name)
+
+
+def line(report: Report, name: str) -> Finding:
+    return next(finding for finding in report.findings if finding.name == name)
+
+
+def test_a_good_machine_is_ok_and_names_every_setting_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_MAX_BATCH_SIZE", "3")
+    report = examine(tmp_path)
+    assert report.ok
+    content = json.loads(json.dumps(report.as_json()))
+    assert content["config"]["max_batch_size"] == {"value": "3", "source": "environment KVTIER_MAX_BATCH_SIZE"}
+    assert content["config"]["primary"] == {"value": "90%", "source": "default"}
+    assert {check["name"] for check in content["checks"]} >= {
+        "configuration", "Python", "kvtier", "torch", "GPU", "cupy", "kvikio", "CPUs", "host memory", "memlock", "/dev/shm",
+        "file system", "free space", "direct I/O"}
+    assert list(tmp_path.iterdir()) == []  # the probe removed what it wrote
+
+
+def test_every_warning_and_failure_has_a_next_step(tmp_path: Path) -> None:
+    for report in (examine(), examine(tmp_path / "not there"), examine(config_file=tmp_path / "none.yaml")):
+        assert all(finding.next_step for finding in report.findings if finding.status is not Status.OK)
+
+
+def test_a_bad_configuration_fails_with_the_reason_and_the_rest_is_still_examined(tmp_path: Path) -> None:
+    (tmp_path / "tier.yaml").write_text("primary: 8\n")
+    report = examine(tmp_path, tmp_path / "tier.yaml")
+    assert not report.ok
+    assert "needs a unit" in line(report, "configuration").found
+    assert line(report, "direct I/O").name == "direct I/O"
+    assert report.configuration == ()
+
+
+def test_the_configured_directory_is_examined(tmp_path: Path) -> None:
+    (tmp_path / "tier.toml").write_text(f'nvme_directory = "{tmp_path}"\n')
+    assert str(tmp_path) in line(examine(config_file=tmp_path / "tier.toml"), "direct I/O").found
+
+
+def test_without_a_directory_the_report_says_how_to_name_one() -> None:
+    finding = line(examine(), "NVMe directory")
+    assert finding.status is Status.WARN
+    assert "--directory" in finding.next_step
+
+
+def test_a_directory_that_does_not_exist_is_examined_where_it_would_be(tmp_path: Path) -> None:
+    report = examine(tmp_path / "a" / "b")
+    assert report.ok
+    assert line(report, "NVMe directory").next_step == f"mkdir -p -m 700 {tmp_path / 'a' / 'b'}"
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_file_in_place_of_the_directory_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert line(examine(tmp_path / "file" / "x"), "NVMe directory").status is Status.FAIL
+
+
+def test_a_directory_that_cannot_be_written_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> str | None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(doctor, "refuses_direct", refuse)
+    finding = line(examine(tmp_path), "direct I/O")
+    assert finding.status is Status.FAIL
+    assert "Permission denied" in finding.found
+
+
+def test_a_mount_without_direct_io_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "refuses_direct", lambda folder: "open with O_DIRECT: Invalid argument")
+    finding = line(examine(tmp_path), "direct I/O")
+    assert finding.status is Status.WARN
+    assert "page cache" in finding.found
+
+
+@pytest.mark.parametrize(("nvme", "reserve", "verdict"), [("1GiB", "1GiB", Status.OK), ("10GiB", "1GiB", Status.FAIL),
+                                                          ("0 blocks", "9GiB", Status.FAIL)])
+def test_free_space_is_compared_with_reserve_and_nvme(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvme: str, reserve: str, verdict: Status) -> None:
+    monkeypatch.setattr(doctor, "free_disk_bytes", lambda folder: 8 * GIB)
+    (tmp_path / "tier.yaml").write_text(f"nvme: {nvme}\nsecondary: 1 blocks\nnvme_free_space_reserve: {reserve}\n"
+                                        f"nvme_directory: {tmp_path}\n")
+    assert line(examine(config_file=tmp_path / "tier.yaml"), "free space").status is verdict
+
+
+@pytest.mark.parametrize(("available", "cgroup", "verdict"), [
+    (20 * GIB, None, Status.OK), (GIB // 2, None, Status.WARN), (GIB // 2, CgroupMemory("/box", GIB, GIB // 2), Status.WARN)])
+def test_memory_says_what_bounds_it(
+        monkeypatch: pytest.MonkeyPatch, available: int, cgroup: CgroupMemory | None, verdict: Status) -> None:
+    bound = "MemAvailable" if cgroup is None else "cgroup limit of /box"
+    monkeypatch.setattr(doctor, "host_memory", lambda: HostMemory(available, 32 * GIB, bound, cgroup))
+    finding = line(examine(), "host memory")
+    assert finding.status is verdict
+    assert bound in finding.found
+
+
+@pytest.mark.parametrize(("gpu", "limit", "verdict"), [(GPU, 8 << 20, Status.WARN), (GPU, None, Status.OK),
+                                                       (NO_GPU, 8 << 20, Status.OK)])
+def test_memlock_matters_where_memory_is_pinned(
+        monkeypatch: pytest.MonkeyPatch, gpu: Finding, limit: int | None, verdict: Status) -> None:
+    monkeypatch.setattr(doctor, "memlock_limit", lambda: limit)
+    monkeypatch.setattr(doctor, "_gpu", lambda: gpu)
+    assert line(examine(), "memlock").status is verdict
+
+
+@pytest.mark.parametrize(("found", "verdict"), [(None, Status.WARN), ((64 << 20, 64 << 20), Status.WARN),
+                                                ((4 * GIB, 8 * GIB), Status.OK)])
+def test_a_small_shared_memory_is_a_warning(
+        monkeypatch: pytest.MonkeyPatch, found: tuple[int, int] | None, verdict: Status) -> None:
+    monkeypatch.setattr(doctor, "shared_memory", lambda: found)
+    assert line(examine(), "/dev/shm").status is verdict
+
+
+def test_a_single_cpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "usable_cpus", lambda: 1)
+    assert line(examine(), "CPUs").status is Status.WARN
+
+
+def test_with_a_gpu_missing_packages_and_a_cpu_torch_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_gpu", lambda: GPU)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    report = examine()
+    assert line(report, "cupy").next_step == "pip install 'kvtier[cuda]'"
+    assert line(report, "kvikio").status is Status.WARN
+    assert report.ok
+
+
+def test_packages_that_are_there_show_their_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_gpu", lambda: GPU)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: {"cupy": ["numpy"]})
+    report = examine()
+    assert line(report, "cupy") == Finding("cupy", Status.OK, importlib.metadata.version("numpy"))
+    assert line(report, "kvikio").found == "unknown version"
+
+
+def test_a_torch_that_cannot_be_imported_fails_and_the_report_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    report = examine()
+    assert line(report, "torch").status is Status.FAIL
+    assert not report.ok
+    assert line(report, "CPUs").status is not Status.FAIL
+
+
+def test_the_deepest_and_latest_mount_holds_a_folder(tmp_path: Path) -> None:
+    info = tmp_path / "mountinfo"
+    info.write_text("1 0 8:1 / / rw - ext4 /dev/root rw\n"
+                    "2 1 8:2 / /data rw shared:1 - xfs /dev/nvme0n1 rw\n"
+                    "3 1 8:3 / /data\\040dir rw - btrfs /dev/x rw\n"
+                    "4 2 0:9 / /data rw - tmpfs tmpfs rw\n")
+    assert mount_of(Path("/etc"), info) == ("ext4", "/")
+    assert mount_of(Path("/data/kv"), info) == ("tmpfs", "/data")
+    assert mount_of(Path("/data dir"), info) == ("btrfs", "/data dir")
+    assert mount_of(Path("/database"), info) == ("ext4", "/")
+    assert mount_of(Path("/etc"), tmp_path / "none") == ("unknown", "/")
+
+
+@pytest.mark.parametrize(("kind", "verdict"), [("ext4", Status.OK), ("xfs", Status.OK), ("tmpfs", Status.WARN),
+                                               ("overlay", Status.WARN), ("fuse.sshfs", Status.WARN), ("nfs4", Status.WARN)])
+def test_file_systems_that_cannot_do_gds_or_are_memory_are_warnings(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, verdict: Status) -> None:
+    monkeypatch.setattr(doctor, "mount_of", lambda folder: (kind, "/x"))
+    assert line(examine(tmp_path), "file system").status is verdict
+
+
+def test_the_printed_report_shows_verdict_and_next_step() -> None:
+    said: list[str] = []
+    print_report(Report((Finding("memlock", Status.WARN, "8 MiB", "ulimit -l unlimited"),), (("gds", "auto", "default"),)),
+                 said.append)
+    assert said[0].split() == ["warn", "memlock", "8", "MiB"]
+    assert "-> ulimit -l unlimited" in said[1]
+    assert "gds" in said[-1]

@@ -1,0 +1,231 @@
+"""``TierConfig``: every setting of the tier, from keywords, environment and file, in one strict model (R15).
+
+Precedence: keywords > ``KVTIER_<KEY>`` in the environment > file (YAML or TOML) > defaults. A key that nobody knows is
+an error with the nearest name, wherever it was written: a setting that is silently dropped is one that does not work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from kvtier.errors import ConfigError
+from kvtier.io.faults import Faults
+from kvtier.pools.sizing import SizeKind, check_group_shares, parse_size, parse_sizes
+from kvtier.tiering.config_sources import (
+    ENVIRONMENT_PREFIX,
+    KEYWORD_ONLY,
+    Environment,
+    File,
+    Keywords,
+    Sourced,
+    expand_path,
+    reading_file,
+    unknown_key,
+)
+
+Sizes = str | list[str]
+"""A size for every group, or a list with one per group; see ``kvtier.pools.sizing``."""
+Priority = Annotated[int, Field(ge=0, le=100)]
+
+
+class TierConfig(BaseSettings):
+    """Settings of one tier. Immutable; every key can be given as a keyword, as ``KVTIER_<KEY>`` or in a file.
+
+    ``sources`` tells for each key where its value came from. Raises ConfigError for anything that cannot be used: an
+    unknown key, a wrong type, a value outside its limits, settings that contradict each other.
+
+    >>> TierConfig(primary="8 blocks", secondary="4 blocks").sources["primary"]
+    'keyword'
+    """
+
+    model_config = SettingsConfigDict(strict=True, extra="forbid", frozen=True, env_prefix=ENVIRONMENT_PREFIX,
+                                      arbitrary_types_allowed=True, allow_inf_nan=False)
+
+    primary: Sizes = "90%"
+    """Device memory for blocks (host memory with ``device="cpu"``). At least one block per group."""
+    secondary: Sizes = "0 blocks"
+    """Pinned host memory. On the CPU it comes out of what the primary level leaves."""
+    nvme: Sizes = "0 blocks"
+    """Space for slab files in ``nvme_directory``, what is already there included."""
+    group_shares: list[float] | None = None
+    """How the groups divide a size given in bytes or percent; one per group, scaled to add up to 1. None: equally."""
+
+    max_batch_size: Annotated[int, Field(ge=1, le=1 << 20)] = 64
+    """Most sequences in one step; block tables are allocated for it."""
+    max_seq_len: Annotated[int, Field(ge=1, le=1 << 31)] = 8192
+    """Most tokens of one sequence, prompt and answer together."""
+    max_beam_width: Annotated[int, Field(ge=1, le=1 << 10)] = 1
+    chunk_size: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
+    """Tokens the engine prefills at a time; None: the whole prompt at once."""
+
+    nvme_directory: Path | None = None
+    """Folder of the NVMe level. ``~`` and ``$VARS`` are expanded."""
+    nvme_free_space_reserve: str = "1GiB"
+    """Free space that the NVMe level leaves on its file system; a size in bytes."""
+    nvme_sync: bool = False
+    """Wait for the drive's own cache on every commit. Off: power loss may cost recent entries, never correctness."""
+    read_threads: Annotated[int, Field(ge=1, le=256)] = 2
+    """Threads that read and verify NVMe blocks."""
+    write_ahead_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.25
+    """Share of the secondary level that ``refresh`` keeps clean (also on NVMe), coldest first; 0: none."""
+
+    secondary_offload_min_priority: Priority = 35
+    """Blocks below this priority are dropped instead of going to the secondary level."""
+    nvme_offload_min_priority: Priority = 35
+    """Blocks below this priority never reach NVMe."""
+    enable_block_reuse: bool = True
+    enable_partial_reuse: bool = True
+    """Reuse a block whose first tokens match, not only whole blocks."""
+    copy_on_partial_reuse: bool = True
+    """Copy a partly matching block that others may want, instead of taking it over."""
+    keep_backing: bool = True
+    """Keep the lower copy of a promoted block while there is room: evicting it again then costs no write."""
+    event_buffer_max_size: Annotated[int, Field(ge=0, le=1 << 30)] = 1024
+    """Most events kept for ``poll_events``; 0 turns events off."""
+    gds: Literal["required", "auto", "off"] = "auto"
+    """GPUDirect Storage: fail without it, use it where it works, or never."""
+    policy: Literal["default", "lru"] = "default"
+    request_directory_root: Path | None = None
+    """Folder under which a request's own ``directory`` must lie. None: requests may not name one."""
+
+    faults: Faults | None = None
+    """Fault injection for tests; a keyword only."""
+    clock: Callable[[], float] = time.monotonic
+    """Seconds that only go forward; a keyword only."""
+
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def from_file(cls, path: str | Path, **overrides: Any) -> TierConfig:
+        """Read a ``.yaml``, ``.yml`` or ``.toml`` file instead of the one ``KVTIER_CONFIG`` names.
+
+        ``overrides`` are keywords and, like the environment, win over the file.
+
+        Raises:
+            ConfigError: the file is missing, of another kind, no mapping of keys, or holds a bad key or value.
+        """
+        with reading_file(expand_path(path, "config file")):
+            return cls(**overrides)
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """For each key "keyword", "environment KVTIER_<KEY>", "file PATH" or "default"."""
+        return MappingProxyType(self._sources)
+
+    @property
+    def nvme_free_space_reserve_bytes(self) -> int:
+        return int(parse_size(self.nvme_free_space_reserve, "nvme_free_space_reserve").amount)
+
+    def effective(self) -> list[tuple[str, str, str]]:
+        """(key, value, source) of every key, in the order of this class: what an engine prints when it starts."""
+        return [(key, str(getattr(self, key)), self._sources[key]) for key in type(self).model_fields
+                if key not in KEYWORD_ONLY]
+
+    @classmethod
+    def settings_customise_sources(
+            cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource, dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Keywords, then environment, then file; each value marked with where it came from."""
+        return Keywords(settings_cls, init_settings), Environment(settings_cls), File(settings_cls)
+
+    @field_validator("primary", "secondary", "nvme", mode="before")
+    @classmethod
+    def _check_sizes(cls, value: object, info: ValidationInfo) -> object:
+        sizes = parse_sizes(value, str(info.field_name))
+        if info.field_name == "primary" and any(size.amount == 0 for size in sizes):
+            raise ConfigError(f"primary={value!r}: the primary level needs at least 1 block per group; write for "
+                              'example "8 blocks" or "90%"')
+        return list(value) if isinstance(value, tuple) else value
+
+    @field_validator("nvme_free_space_reserve", mode="before")
+    @classmethod
+    def _check_reserve(cls, value: object) -> object:
+        if parse_size(value, "nvme_free_space_reserve").kind is not SizeKind.BYTES:
+            raise ConfigError(f'nvme_free_space_reserve={value!r}: must be a size in bytes, for example "1GiB"')
+        return value
+
+    @field_validator("group_shares", mode="before")
+    @classmethod
+    def _check_shares(cls, value: object) -> object:
+        if isinstance(value, Sequence) and all(type(share) in (int, float) for share in value):
+            check_group_shares(value)
+            return [float(share) for share in value]
+        return value
+
+    @field_validator("nvme_directory", "request_directory_root", mode="before")
+    @classmethod
+    def _expand_paths(cls, value: object, info: ValidationInfo) -> object:
+        return expand_path(value, str(info.field_name)) if isinstance(value, (str, Path)) else value
+
+    @field_validator("gds", mode="before")
+    @classmethod
+    def _gds_off(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML 1.1 reads a bare `off` as false
+
+    @model_validator(mode="after")
+    def _check_nvme(self) -> TierConfig:
+        nvme = parse_sizes(self.nvme, "nvme")
+        if not any(size.amount for size in nvme):
+            return self
+        if self.nvme_directory is None:
+            raise ConfigError(f"nvme={self.nvme!r} wants a folder for its files; set nvme_directory=...")
+        secondary = parse_sizes(self.secondary, "secondary")
+        for group, size in enumerate(nvme):
+            beside = secondary[group] if group < len(secondary) else secondary[-1]
+            if size.amount and not beside.amount:
+                raise ConfigError(f"nvme={self.nvme!r} with secondary={self.secondary!r}: NVMe without a secondary "
+                                  'level needs GDS, which is not included yet; set for example secondary="4GiB"')
+        return self
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _from_sources(cls, data: dict[str, Sourced], handler: ModelWrapValidatorHandler[TierConfig]) -> TierConfig:
+        """Unwrap the marked values, refuse unknown keys, and turn pydantic's errors into ConfigError."""
+        for key, sourced in data.items():
+            if key not in cls.model_fields:
+                raise unknown_key(key, sourced.origin, cls.model_fields)
+        try:
+            config = handler({key: sourced.value for key, sourced in data.items()})
+        except ValidationError as error:
+            raise ConfigError("; ".join(_explain(details, data) for details in error.errors())) from None
+        origins = {key: data[key].origin if key in data else "default" for key in cls.model_fields}
+        config._sources = origins
+        return config
+
+
+_LIMITS: Final = {
+    "greater_than_equal": "must be at least {ge}", "less_than_equal": "must be at most {le}",
+    "int_type": "must be a whole number", "int_parsing": "must be a whole number", "float_type": "must be a number",
+    "bool_type": "must be true or false", "bool_parsing": "must be true or false", "string_type": "must be text",
+    "list_type": "must be a list of numbers", "literal_error": "must be one of {expected}",
+    "is_instance_of": "must be a {class}",
+    "callable_type": "must be a function without arguments that returns seconds",
+    "finite_number": "must be a finite number",
+}
+"""Pydantic's error types, said as the limit and the remedy in one."""
+
+
+def _explain(details: ErrorDetails, given: Mapping[str, Sourced]) -> str:
+    """One of pydantic's errors as key, value, source, limit."""
+    key = str(details["loc"][0])
+    template = _LIMITS.get(details["type"])
+    limit = template.format(**details.get("ctx", {})) if template else details["msg"]
+    item = "".join(f"[{part}]" for part in details["loc"][1:] if isinstance(part, int))
+    return f"{key}{item}={details['input']!r} ({given[key].origin}): {limit}"

@@ -1,0 +1,160 @@
+"""Where the settings of ``TierConfig`` come from: keywords, environment, file; each value is marked with its origin."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource
+from pydantic_settings.exceptions import SettingsError
+
+from kvtier.errors import ConfigError
+
+ENVIRONMENT_PREFIX: Final = "KVTIER_"
+CONFIG_FILE_VARIABLE: Final = "KVTIER_CONFIG"
+OTHER_VARIABLES: Final = frozenset({CONFIG_FILE_VARIABLE, "KVTIER_COMPILE"})
+"""``KVTIER_`` variables that are no settings: the default file, and the compiled build."""
+
+KEYWORD_ONLY: Final = frozenset({"clock", "faults"})
+"""Settings that are objects: no text in the environment or a file can stand for them."""
+
+_chosen_file: ContextVar[Path | None] = ContextVar("kvtier_config_file", default=None)
+
+
+@dataclass(frozen=True)
+class Sourced:
+    """A value on its way into the model, with where it came from."""
+
+    value: object
+    origin: str
+
+
+class _Source(PydanticBaseSettingsSource):
+    """Base of the sources that have nothing to say field by field."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[object, str, bool]:
+        return None, field_name, False
+
+
+class Keywords(_Source):
+    """Arguments of the constructor."""
+
+    def __init__(self, settings_cls: type[BaseSettings], inner: PydanticBaseSettingsSource) -> None:
+        super().__init__(settings_cls)
+        self._inner = inner
+
+    def __call__(self) -> dict[str, Any]:
+        return {key: Sourced(value, "keyword") for key, value in self._inner().items()}
+
+
+class Environment(EnvSettingsSource):
+    """``KVTIER_<KEY>``; lists are written as JSON."""
+
+    def __call__(self) -> dict[str, Any]:
+        known = self.settings_cls.model_fields
+        for name in os.environ:
+            if not name.upper().startswith(ENVIRONMENT_PREFIX) or name.upper() in OTHER_VARIABLES:
+                continue
+            key = name[len(ENVIRONMENT_PREFIX):].lower()
+            if key not in known:
+                raise unknown_key(key, f"environment {name}", known)
+            _refuse_objects(key, f"environment {name}")
+        try:
+            values = super().__call__()
+        except SettingsError as error:
+            raise ConfigError(f"environment: {error}; a list is written as JSON, for example "
+                              "KVTIER_GROUP_SHARES='[0.5, 0.5]'") from error
+        return {key: Sourced(value, f"environment {ENVIRONMENT_PREFIX}{key.upper()}") for key, value in values.items()}
+
+
+class File(_Source):
+    """The file of ``from_file``, else the one that ``KVTIER_CONFIG`` names, else nothing."""
+
+    def __call__(self) -> dict[str, Any]:
+        path = _chosen_file.get()
+        if path is None:
+            named = os.environ.get(CONFIG_FILE_VARIABLE)
+            if named is None:
+                return {}
+            path = expand_path(named, CONFIG_FILE_VARIABLE)
+        values = read_file(path)
+        for key in values:
+            _refuse_objects(key, f"file {path}")
+        return {key: Sourced(value, f"file {path}") for key, value in values.items()}
+
+
+@contextmanager
+def reading_file(path: Path) -> Iterator[None]:
+    """Sources are built inside the model's constructor, which takes settings only: hand them the file beside it."""
+    token = _chosen_file.set(path)
+    try:
+        yield
+    finally:
+        _chosen_file.reset(token)
+
+
+def read_file(path: Path) -> dict[str, object]:
+    """The keys and values of a YAML or TOML file, as written.
+
+    Raises:
+        ConfigError: missing or unreadable, another ending, a syntax error, or no mapping of keys.
+    """
+    if path.suffix not in (".yaml", ".yml", ".toml"):
+        raise ConfigError(f"config file {path}: unknown kind {path.suffix!r}; use a .yaml, .yml or .toml file")
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"config file {path}: cannot be read ({error.strerror}); check the path") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"config file {path}: {' '.join(str(error).split())}; correct the file") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise ConfigError(f'config file {path}: must hold keys and values, for example primary: "90%"')
+    return data
+
+
+def expand_path(value: str | Path, name: str) -> Path:
+    """Expand ``~`` and ``$VARS``; nothing of the kind is ever taken literally.
+
+    Raises:
+        ConfigError: an empty path, an undefined variable, an unknown user, a null byte.
+    """
+    text = str(value)
+    if not text or "\0" in text:
+        raise ConfigError(f"{name}={text!r}: not a path; write for example /mnt/nvme/kvtier")
+
+    def variable(match: re.Match[str]) -> str:
+        found = os.environ.get(match[1] or match[2])
+        if found is None:
+            raise ConfigError(f"{name}={text!r}: the variable {match[0]} is not set; set it or write the path out")
+        return found
+
+    expanded = re.sub(r"\$(?:(\w+)|\{([^}]*)\})", variable, text)
+    expanded = os.path.expanduser(expanded)
+    if expanded.startswith("~") or "$" in expanded:
+        raise ConfigError(f"{name}={text!r}: cannot be expanded (got {expanded!r}); write the path out")
+    return Path(expanded)
+
+
+def _refuse_objects(key: str, origin: str) -> None:
+    if key in KEYWORD_ONLY:
+        raise ConfigError(f"{key} ({origin}): can only be given as a keyword in code; remove it there")
+
+
+def unknown_key(key: str, origin: str, known: Iterable[str]) -> ConfigError:
+    """The error for a key that is no setting, with the nearest that is."""
+    near = difflib.get_close_matches(key, known, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
+    return ConfigError(f"{key!r} ({origin}): unknown key; {hint}")
