@@ -1,0 +1,220 @@
+"""``CudaStream`` and ``CudaEvent``: streams and events on CUDA through CuPy, the twin of ``cpu_stream``.
+
+CuPy is imported when the first stream is made, never by importing this file. Handles are passed to the runtime API
+directly: an engine's stream is only a handle, and wrapping each one costs more than the call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from queue import SimpleQueue
+from typing import Final, Protocol, cast
+
+from kvtier.errors import ConfigError, TransferError
+from kvtier.io.streams import Event
+
+_log = logging.getLogger(__name__)
+
+_FIRST_PAUSE: Final = 20e-6
+_LONGEST_PAUSE: Final = 1e-3
+
+
+class _Handle(Protocol):
+    """What is used of ``cupy.cuda.Stream`` and ``cupy.cuda.Event``: they own the handle and destroy it."""
+
+    ptr: int
+
+
+class CudaRuntime(Protocol):
+    """What is used of ``cupy.cuda.runtime``. Its functions release the GIL and raise ``RuntimeError`` on errors."""
+
+    memcpyDefault: int
+
+    def getDeviceCount(self) -> int: ...
+    def eventRecord(self, event: int, stream: int) -> None: ...
+    def eventQuery(self, event: int) -> int: ...
+    def eventSynchronize(self, event: int) -> None: ...
+    def streamWaitEvent(self, stream: int, event: int) -> None: ...
+    def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None: ...
+    def memcpy2DAsync(self, dst: int, dpitch: int, src: int, spitch: int, width: int, height: int, kind: int,
+                      stream: int) -> None: ...
+
+
+class CudaModule(Protocol):
+    """What is used of ``cupy.cuda``. CuPy has no type information, so what we rely on is written down here."""
+
+    runtime: CudaRuntime
+
+    def Stream(self, *, non_blocking: bool) -> _Handle: ...
+    def Event(self, *, block: bool, disable_timing: bool) -> _Handle: ...
+    def Device(self, device: int) -> AbstractContextManager[object]: ...
+
+
+def load_cuda() -> CudaModule:
+    """``cupy.cuda``, imported now.
+
+    Raises:
+        ConfigError: CuPy is not installed, or does not find its CUDA libraries.
+    """
+    try:
+        return cast(CudaModule, importlib.import_module("cupy.cuda"))
+    except ImportError as error:
+        raise ConfigError(f"device='cuda' needs CuPy, which cannot be imported ({error}); "
+                          "install kvtier[cuda] or use device='cpu'") from error
+
+
+class CudaEvent:
+    """The end of what had been enqueued on a stream when it was recorded.
+
+    ``error`` is set at once when enqueuing failed, and when the device reports an error while the event is asked.
+    """
+
+    __slots__ = ("_cuda", "_event", "error")
+
+    def __init__(self, cuda: CudaModule) -> None:
+        self._cuda = cuda
+        # block: a host thread that waits sleeps instead of spinning on a core that the engine needs.
+        self._event = cuda.Event(block=True, disable_timing=True)
+        self.error: BaseException | None = None
+
+    @property
+    def handle(self) -> int:
+        """The ``cudaEvent_t``."""
+        return self._event.ptr
+
+    def record(self, stream: int) -> None:
+        """Mark the place in the stream (a ``cudaStream_t``) that has been reached by enqueuing."""
+        self._cuda.runtime.eventRecord(self._event.ptr, stream)
+
+    def is_done(self) -> bool:
+        """Whether the device has got there. An event never recorded, or a device in error, counts as done."""
+        try:
+            return self._cuda.runtime.eventQuery(self._event.ptr) == 0
+        except RuntimeError as error:
+            # A CUDA error is sticky: nothing enqueued will happen any more, and a waiter must not wait for it.
+            if self.error is None:
+                self.error = error
+            return True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until the device has got there.
+
+        CUDA has no wait with a time-out: with one, this asks again and again, ever more rarely.
+        """
+        if timeout is None:
+            try:
+                self._cuda.runtime.eventSynchronize(self._event.ptr)
+            except RuntimeError as error:
+                if self.error is None:
+                    self.error = error
+            return True
+        deadline = time.monotonic() + timeout
+        pause = _FIRST_PAUSE
+        while not self.is_done():
+            left = deadline - time.monotonic()
+            if left <= 0.0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return True
+
+
+_place = threading.local()
+
+
+def current_handle() -> int:
+    """The ``cudaStream_t`` on which the work now being submitted by this thread has to enqueue its copies."""
+    handle: int = _place.handle
+    return handle
+
+
+class CudaStream:
+    """A non-blocking CUDA stream: it does not synchronise with the legacy default stream.
+
+    ``submit`` calls the work at once, to enqueue; ordering behind other events is left to the device. A watcher thread
+    waits for the events in order and makes the completion calls, because a host function on the stream may not call
+    CUDA and would need the GIL while the device waits for it.
+    """
+
+    def __init__(self, cuda: CudaModule, device: int, name: str) -> None:
+        self.name = name
+        self._cuda = cuda
+        self._device = device
+        with cuda.Device(device):
+            self._stream = cuda.Stream(non_blocking=True)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._given_up = False
+        self._watched: SimpleQueue[tuple[CudaEvent, Callable[[Event], None]] | None] = SimpleQueue()
+        self._watcher = threading.Thread(target=self._watch, name=f"kvtier-{name}", daemon=True)
+        self._watcher.start()
+
+    @property
+    def handle(self) -> int:
+        """The ``cudaStream_t``."""
+        return self._stream.ptr
+
+    def submit(self, work: Callable[[], None], after: Sequence[Event] = (),
+               done: Callable[[Event], None] | None = None) -> CudaEvent:
+        """Enqueue ``work`` behind ``after``; see ``Stream.submit``. ``after`` holds events of CUDA streams."""
+        with self._lock, self._cuda.Device(self._device):
+            if self._closed:
+                raise TransferError(f"stream {self.name}: closed, it takes no more work")
+            event = CudaEvent(self._cuda)
+            error: BaseException | None = None
+            try:
+                for earlier in after:
+                    assert isinstance(earlier, CudaEvent), "a CUDA stream can only wait for CUDA events"
+                    self._cuda.runtime.streamWaitEvent(self._stream.ptr, earlier.handle)
+                _place.handle = self._stream.ptr
+                work()
+            except Exception as caught:
+                error = caught
+            try:
+                # Also after a failure: part of the work may be enqueued, and the next writer must come after that part.
+                event.record(self._stream.ptr)
+            except RuntimeError as caught:
+                error = error or caught
+            event.error = error
+            if done is not None:
+                self._watched.put((event, done))
+        return event
+
+    def synchronize(self, timeout: float | None = None) -> bool:
+        """Wait for everything submitted so far; False when time ran out."""
+        with self._cuda.Device(self._device):
+            event = CudaEvent(self._cuda)
+            event.record(self._stream.ptr)
+            return event.wait(timeout)
+
+    def close(self, timeout: float) -> bool:
+        """Finish what is enqueued and end the watcher; False when that took more than ``timeout`` seconds."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._watched.put(None)
+        self._watcher.join(max(timeout, 0.0))
+        if self._watcher.is_alive():
+            self._given_up = True
+            return False
+        return True
+
+    def _watch(self) -> None:
+        with self._cuda.Device(self._device):
+            while (item := self._watched.get()) is not None:
+                event, done = item
+                while not event.wait(0.5):
+                    if self._given_up:
+                        # The device still works on it: nobody may be told that these bytes are no longer in use.
+                        _log.warning("stream %s: closed while work was running on the device", self.name)
+                        return
+                try:
+                    done(event)
+                except Exception:
+                    _log.exception("stream %s: the completion callback failed", self.name)
+                del item, event, done

@@ -1,0 +1,151 @@
+"""A stand-in for ``cupy.cuda`` that carries out streams, events and copies on host memory, lazily and out of order.
+
+It is not CUDA and shows nothing about a GPU. It holds to the part of CUDA's rules that our code relies on: a stream keeps
+its order, an event is what had been enqueued when it was recorded, a wait holds a stream back, and otherwise streams make
+progress in any order, only when somebody looks. So code that forgot an order goes wrong here as well.
+
+Loaded by path from conftest files and tests, because test folders are no packages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+import threading
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+
+
+class CudaError(RuntimeError):
+    """CuPy's errors are RuntimeErrors as well."""
+
+
+class Runtime:
+    """The functions of ``cupy.cuda.runtime`` that kvtier uses."""
+
+    memcpyDefault = 4
+
+    def __init__(self, seed: int = 0, devices: int = 1) -> None:
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+        self._streams: dict[int, deque[tuple[str, tuple[int, ...]]]] = {}
+        self._recorded: dict[int, int] = {}  # event -> its latest record
+        self._passed: set[int] = set()       # records that a stream has reached
+        self._numbers = itertools.count(1)
+        self._devices = devices
+        self.broken: str | None = None       # a sticky error of the device
+        self.refuse_copies: str | None = None
+        self.paused = False                  # the device makes no progress
+        self.calls: list[str] = []
+        self.registered: dict[int, int] = {}
+
+    def getDeviceCount(self) -> int:
+        if self._devices == 0:
+            raise CudaError("cudaErrorNoDevice: no CUDA-capable device is detected")
+        return self._devices
+
+    def new_handle(self) -> int:
+        with self._lock:
+            return next(self._numbers)
+
+    def new_stream(self) -> int:
+        handle = self.new_handle()
+        self._streams[handle] = deque()
+        return handle
+
+    def eventRecord(self, event: int, stream: int) -> None:
+        self._check()
+        with self._lock:
+            record = next(self._numbers)
+            self._recorded[event] = record
+            self._streams[stream].append(("record", (record,)))
+
+    def eventQuery(self, event: int) -> int:
+        self._check()
+        with self._lock:
+            self._progress(self._random.randrange(6))
+            return 0 if self._is_over(event) else 600
+
+    def eventSynchronize(self, event: int) -> None:
+        self._check()
+        with self._lock:
+            while not self._is_over(event):
+                self._progress(8)
+
+    def streamWaitEvent(self, stream: int, event: int) -> None:
+        self._check()
+        with self._lock:
+            if event in self._recorded:
+                self._streams[stream].append(("wait", (self._recorded[event],)))
+
+    def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None:
+        self._enqueue_copy("memcpyAsync", stream, (dst, size, src, size, size, 1))
+
+    def memcpy2DAsync(self, dst: int, dpitch: int, src: int, spitch: int, width: int, height: int, kind: int,
+                      stream: int) -> None:
+        if width > min(dpitch, spitch):
+            raise CudaError("cudaErrorInvalidPitchValue")
+        self._enqueue_copy("memcpy2DAsync", stream, (dst, dpitch, src, spitch, width, height))
+
+    def hostRegister(self, address: int, size: int, flags: int) -> None:
+        self.registered[address] = size
+
+    def hostUnregister(self, address: int) -> None:
+        del self.registered[address]
+
+    def _enqueue_copy(self, name: str, stream: int, arguments: tuple[int, ...]) -> None:
+        self._check()
+        if self.refuse_copies is not None:
+            raise CudaError(self.refuse_copies)
+        with self._lock:
+            self.calls.append(name)
+            self._streams[stream].append(("copy", arguments))
+
+    def _check(self) -> None:
+        if self.broken is not None:
+            raise CudaError(self.broken)
+
+    def _is_over(self, event: int) -> bool:
+        record = self._recorded.get(event)
+        return record is None or record in self._passed
+
+    def _progress(self, steps: int) -> None:
+        if self.paused:
+            return
+        for _ in range(steps):
+            movable = [queue for queue in self._streams.values()
+                       if queue and (queue[0][0] != "wait" or queue[0][1][0] in self._passed)]
+            if not movable:
+                return
+            kind, arguments = self._random.choice(movable).popleft()
+            if kind == "record":
+                self._passed.add(arguments[0])
+            elif kind == "copy":
+                dst, dpitch, src, spitch, width, height = arguments
+                for line in range(height):
+                    ctypes.memmove(dst + line * dpitch, src + line * spitch, width)
+
+
+class Handle:
+    """A stream or an event."""
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+class StandInCuda:
+    """What kvtier uses of ``cupy.cuda``."""
+
+    def __init__(self, seed: int = 0, devices: int = 1) -> None:
+        self.runtime = Runtime(seed, devices)
+
+    def Stream(self, *, non_blocking: bool) -> Handle:
+        assert non_blocking, "a blocking stream would synchronise with the legacy default stream"
+        return Handle(self.runtime.new_stream())
+
+    def Event(self, *, block: bool, disable_timing: bool) -> Handle:
+        return Handle(self.runtime.new_handle())
+
+    def Device(self, device: int) -> AbstractContextManager[object]:
+        return nullcontext()

@@ -1,0 +1,161 @@
+"""Block copies between host memories, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtier.io import copiers
+from kvtier.io.copiers import open_copiers
+from kvtier.pools.group_pools import GroupPools
+from kvtier.pools.host_arena import HostArena
+from kvtier.pools.layout import KVLayout
+from kvtier.pools.pool_index import LEVEL_NAMES, NVME, PRIMARY, SECONDARY
+from kvtier.pools.primary import PrimaryPool
+
+SLOTS = 12
+SMALL = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 8, "dtype": "float32", "tokens_per_block": 4}  # 1,536 bytes: strided
+PAGES = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 64, "dtype": "bfloat16", "tokens_per_block": 8}  # 8,192: dense
+ROUTES = [(destination, source) for destination in (PRIMARY, SECONDARY) for source in (PRIMARY, SECONDARY, NVME)]
+DISTINCT = [route for route in ROUTES if route[0] != route[1]]
+
+Place = tuple[GroupPools, HostArena]
+
+
+def make_pools(shape: dict[str, int | str]) -> Place:
+    layout = KVLayout.uniform(**shape)  # type: ignore[arg-type]
+    group = layout.groups[0]
+    pools = GroupPools(group, PrimaryPool(group, SLOTS, "cpu"), HostArena(SLOTS, group.block_bytes, pin=False))
+    return pools, HostArena(SLOTS, group.block_bytes, pin=False)
+
+
+def rows_of(place: Place, level: int) -> np.ndarray:
+    pools, staging = place
+    if level == PRIMARY:
+        return pools.primary.rows.numpy()
+    memory = pools.secondary if level == SECONDARY else staging
+    assert memory is not None
+    return memory.rows
+
+
+def fill(place: Place) -> None:
+    generator = np.random.default_rng(3)
+    for level in (PRIMARY, SECONDARY, NVME):
+        rows = rows_of(place, level)
+        rows[:] = generator.integers(0, 256, rows.shape, dtype=np.uint8)
+
+
+@pytest.fixture(params=[SMALL, PAGES], ids=["strided", "dense"])
+def place(request: pytest.FixtureRequest) -> Place:
+    made = make_pools(request.param)
+    fill(made)
+    return made
+
+
+def name(route: tuple[int, int]) -> str:
+    return f"{LEVEL_NAMES[route[1]]}-{LEVEL_NAMES[route[0]]}"
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=name)
+@pytest.mark.parametrize("pairs", [
+    [(3, 5)],
+    [(0, 4), (1, 5), (2, 6)],             # one run
+    [(3, 4), (0, 5), (2, 6), (1, 7)],     # scattered sources, neighbouring destinations
+    [(0, 9), (1, 4), (2, 6)],             # neighbouring sources, scattered destinations
+    [(2, 11), (0, 4), (0, 5), (3, 7)],    # one source twice
+], ids=["one", "run", "gather", "scatter", "mixed"])
+def test_exactly_the_named_slots_are_copied(place: Place, route: tuple[int, int], pairs: list[tuple[int, int]]) -> None:
+    destination, source = route
+    expected = {level: rows_of(place, level).copy() for level in (PRIMARY, SECONDARY, NVME)}
+    for from_slot, to_slot in pairs:
+        expected[destination][to_slot] = expected[source][from_slot]
+    pools, staging = place
+    open_copiers(pools, staging, "cpu")[route].copy(pairs)
+    for level, rows in expected.items():
+        np.testing.assert_array_equal(rows_of(place, level), rows)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_set_of_independent_pairs_is_copied_byte_for_byte(
+        place: Place, data: st.DataObject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copiers, "GATHER_BYTES", data.draw(st.sampled_from([1, 20_000, 1 << 20])))
+    route = data.draw(st.sampled_from(DISTINCT))
+    slots = st.integers(0, SLOTS - 1)
+    pairs = data.draw(st.lists(st.tuples(slots, slots), max_size=SLOTS, unique_by=lambda pair: pair[1]))
+    fill(place)
+    destination, source = route
+    expected = rows_of(place, destination).copy()
+    for from_slot, to_slot in pairs:
+        expected[to_slot] = rows_of(place, source)[from_slot]
+    pools, staging = place
+    open_copiers(pools, staging, "cpu")[route].copy(pairs)
+    np.testing.assert_array_equal(rows_of(place, destination), expected)
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=name)
+def test_a_partial_copy_moves_the_first_tokens_of_each_head_layer_and_field(place: Place, route: tuple[int, int]) -> None:
+    destination, source = route
+    pools, staging = place
+    group = pools.group
+    shape = (SLOTS, *group.block_shape[:4], group.page_bytes // group.spec.num_kv_heads // group.tokens_per_block)
+    before = rows_of(place, destination).copy()
+    origin = rows_of(place, source).copy()
+    open_copiers(pools, staging, "cpu")[route].copy([(2, 6), (3, 9)], num_tokens=3)
+    expected = before.reshape(shape)
+    for from_slot, to_slot in ((2, 6), (3, 9)):
+        expected[to_slot, :, :, :, :3] = origin.reshape(shape)[from_slot, :, :, :, :3]
+    np.testing.assert_array_equal(rows_of(place, destination), expected.reshape(SLOTS, -1))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+@pytest.mark.parametrize("pair", [(SLOTS, 0), (0, SLOTS), (-1, 0)])
+def test_a_slot_outside_the_pool_copies_nothing(place: Place, pair: tuple[int, int], num_tokens: int) -> None:
+    pools, staging = place
+    before = rows_of(place, SECONDARY).copy()
+    with pytest.raises(IndexError):
+        open_copiers(pools, staging, "cpu")[SECONDARY, PRIMARY].copy([(0, 1), pair], num_tokens)
+    np.testing.assert_array_equal(rows_of(place, SECONDARY), before)
+
+
+def test_many_blocks_take_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call that releases the GIL may wait a switch interval to get it back."""
+    place = make_pools(PAGES)
+    fill(place)
+    calls: list[str] = []
+
+    def counted(name: str, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **keywords: object) -> object:
+            calls.append(name)
+            return function(*arguments, **keywords)
+        return call
+
+    monkeypatch.setattr(np, "copyto", counted("copyto", np.copyto))
+    monkeypatch.setattr(np, "take", counted("take", np.take))
+    copier = open_copiers(place[0], place[1], "cpu")[SECONDARY, PRIMARY]
+    copier.copy([(slot, slot) for slot in range(SLOTS)])
+    assert calls == ["copyto"]
+    calls.clear()
+    copier.copy([(SLOTS - 1 - slot, slot) for slot in range(SLOTS)])
+    assert calls == ["take"]
+    calls.clear()
+    copier.copy([(1, 1), (0, 2), (5, 7)])
+    assert sorted(calls) == ["copyto", "take"]
+
+
+def test_without_a_secondary_level_there_is_no_route_to_it() -> None:
+    group = KVLayout.uniform(**SMALL).groups[0]  # type: ignore[arg-type]
+    table = open_copiers(GroupPools(group, PrimaryPool(group, 2, "cpu"), None), None, "cpu")
+    assert set(table) == {(PRIMARY, PRIMARY)}
+
+
+def test_the_typed_view_of_an_arena_is_the_same_memory() -> None:
+    pools, staging = make_pools(SMALL)
+    blocks = copiers.typed_blocks(staging, pools.group)
+    blocks[3] = 7.5
+    assert torch.equal(torch.from_numpy(staging.rows[3].copy()).view(torch.float32), torch.full((384,), 7.5))

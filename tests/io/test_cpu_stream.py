@@ -1,0 +1,193 @@
+"""A stream on the CPU: order, errors, time-outs, and a close that is bounded whatever hangs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvtier.errors import ConfigError, TransferError
+from kvtier.io.cpu_stream import CpuEvent, CpuStream, finished_event
+from kvtier.io.device import open_device
+
+
+@pytest.fixture
+def stream() -> Iterator[CpuStream]:
+    made = CpuStream("test")
+    yield made
+    made.close(5.0)
+
+
+@pytest.fixture
+def other() -> Iterator[CpuStream]:
+    made = CpuStream("other")
+    yield made
+    made.close(5.0)
+
+
+def fail() -> None:
+    raise ValueError("on purpose")
+
+
+def test_work_runs_in_the_order_of_submission(stream: CpuStream) -> None:
+    seen: list[int] = []
+    for number in range(200):
+        stream.submit(lambda number=number: seen.append(number))  # type: ignore[misc]
+    assert stream.synchronize(5.0)
+    assert seen == list(range(200))
+
+
+def test_work_runs_after_the_events_of_another_stream(stream: CpuStream, other: CpuStream) -> None:
+    seen: list[str] = []
+    gate = threading.Event()
+
+    def slow() -> None:
+        gate.wait(5.0)
+        seen.append("first")
+
+    first = other.submit(slow)
+    second = stream.submit(lambda: seen.append("second"), after=(first,))
+    assert not second.wait(0.05)
+    gate.set()
+    assert second.wait(5.0)
+    assert seen == ["first", "second"]
+
+
+def test_a_failure_is_the_events_error_and_the_stream_goes_on(stream: CpuStream) -> None:
+    failed = stream.submit(fail)
+    fine = stream.submit(lambda: None)
+    assert fine.wait(5.0)
+    assert failed.is_done()
+    assert isinstance(failed.error, ValueError)
+    assert fine.error is None
+
+
+def test_a_failed_event_orders_but_does_not_fail_what_comes_after_it(stream: CpuStream, other: CpuStream) -> None:
+    failed = other.submit(fail)
+    after = stream.submit(lambda: None, after=(failed,))
+    assert after.wait(5.0)
+    assert after.error is None
+
+
+def test_even_an_exit_raised_by_work_does_not_end_the_worker(stream: CpuStream) -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    left = stream.submit(leave)
+    assert stream.synchronize(5.0)
+    assert isinstance(left.error, SystemExit)
+
+
+def test_the_completion_call_comes_once_after_the_event_and_may_fail(stream: CpuStream) -> None:
+    calls: list[bool] = []
+
+    def done(event: object) -> None:
+        assert isinstance(event, CpuEvent)
+        calls.append(event.is_done())
+        raise RuntimeError("on purpose")
+
+    stream.submit(lambda: None, done=done)
+    assert stream.synchronize(5.0)
+    assert stream.synchronize(5.0)
+    assert calls == [True]
+
+
+def test_a_wait_keeps_its_time_out(stream: CpuStream) -> None:
+    gate = threading.Event()
+    event = stream.submit(lambda: gate.wait(5.0) and None)
+    start = time.monotonic()
+    assert not event.wait(0.05)
+    assert not event.wait(0.0)
+    assert not event.wait(-1.0)
+    assert not stream.synchronize(0.05)
+    assert time.monotonic() - start < 2.0
+    gate.set()
+    assert event.wait(1e12)
+    assert event.wait()
+
+
+def test_many_threads_may_wait_for_one_event(stream: CpuStream) -> None:
+    gate = threading.Event()
+    event = stream.submit(lambda: gate.wait(5.0) and None)
+    results: list[bool] = []
+    threads = [threading.Thread(target=lambda: results.append(event.wait(5.0))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    gate.set()
+    for thread in threads:
+        thread.join(5.0)
+    assert results == [True] * 8
+
+
+def test_close_finishes_what_is_queued_and_then_refuses_work(stream: CpuStream) -> None:
+    seen: list[int] = []
+    for number in range(50):
+        stream.submit(lambda number=number: seen.append(number))  # type: ignore[misc]
+    assert stream.close(5.0)
+    assert len(seen) == 50
+    assert stream.close(5.0)
+    with pytest.raises(TransferError, match="closed"):
+        stream.submit(lambda: None)
+
+
+def test_close_is_bounded_when_work_hangs_and_what_had_not_begun_fails(stream: CpuStream) -> None:
+    gate = threading.Event()
+    ran: list[int] = []
+    stream.submit(lambda: gate.wait(5.0) and None)
+    waiting = stream.submit(lambda: ran.append(1))
+    start = time.monotonic()
+    assert not stream.close(0.05)
+    assert time.monotonic() - start < 2.0
+    gate.set()
+    assert waiting.wait(5.0)
+    assert isinstance(waiting.error, TransferError)
+    assert ran == []
+
+
+def test_a_closed_stream_does_not_wait_for_ever_for_another_streams_event(stream: CpuStream) -> None:
+    never = CpuEvent()
+    waiting = stream.submit(lambda: None, after=(never,))
+    assert not stream.close(0.05)
+    assert waiting.wait(5.0)
+    assert isinstance(waiting.error, TransferError)
+
+
+def test_an_idle_stream_keeps_nothing_of_its_last_work_alive(stream: CpuStream) -> None:
+    import weakref
+
+    class Payload:
+        def work(self) -> None:
+            """Does nothing."""
+
+    payload = Payload()
+    gone = weakref.ref(payload)
+    stream.submit(payload.work)
+    assert stream.synchronize(5.0)
+    del payload
+    deadline = time.monotonic() + 2.0
+    while gone() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gone() is None
+
+
+# -- the device ----------------------------------------------------------------------------------------------------------
+
+
+def test_on_the_cpu_the_engine_waits_on_the_host_and_has_nothing_pending(stream: CpuStream) -> None:
+    device = open_device("cpu")
+    assert device.name == "cpu"
+    assert device.engine_event(None).is_done()
+    gate = threading.Event()
+    event = stream.submit(lambda: gate.wait(5.0) and None)
+    assert not device.engine_waits(None, [finished_event(), event], 0.05)
+    gate.set()
+    assert device.engine_waits(None, [event], 5.0)
+    assert device.engine_waits(None, [event], None)
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", "cuda:²"])
+def test_an_unknown_device_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="use 'cpu', 'cuda' or 'cuda:N'"):
+        open_device(name)

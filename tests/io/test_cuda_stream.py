@@ -1,0 +1,245 @@
+"""The CUDA twin's own logic, run against a stand-in for CuPy. What only a GPU can show is not shown here."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtier.errors import ConfigError, TransferError
+from kvtier.io.copiers import open_copiers
+from kvtier.io.cuda_copier import CudaCopier, CudaMemory
+from kvtier.io.cuda_stream import CudaStream, current_handle
+from kvtier.io.device import CudaDevice, open_device
+from kvtier.pools.group_pools import GroupPools
+from kvtier.pools.host_arena import HostArena
+from kvtier.pools.layout import KVLayout
+from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY
+from kvtier.pools.primary import PrimaryPool
+
+
+def load_stand_in() -> Any:
+    spec = importlib.util.spec_from_file_location("cuda_stand_in", Path(__file__).with_name("cuda_stand_in.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = load_stand_in().StandInCuda()
+    monkeypatch.setitem(sys.modules, "cupy", made)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", made)
+    return made
+
+
+@pytest.fixture
+def stream(cuda: Any) -> Iterator[CudaStream]:
+    made = CudaStream(cuda, 0, "test")
+    yield made
+    cuda.runtime.broken = None
+    cuda.runtime.paused = False
+    made.close(5.0)
+
+
+def copy(cuda: Any, source: np.ndarray, destination: np.ndarray) -> None:
+    cuda.runtime.memcpyAsync(destination.ctypes.data, source.ctypes.data, source.nbytes, 4, current_handle())
+
+
+def test_work_is_enqueued_at_once_and_done_when_the_device_has_done_it(cuda: Any, stream: CudaStream) -> None:
+    source, destination = np.full(64, 7, np.uint8), np.zeros(64, np.uint8)
+    cuda.runtime.paused = True
+    event = stream.submit(lambda: copy(cuda, source, destination))
+    assert cuda.runtime.calls == ["memcpyAsync"]
+    assert not event.is_done()
+    assert not event.wait(0.02)
+    assert not stream.synchronize(0.02)
+    cuda.runtime.paused = False
+    assert event.wait(5.0)
+    assert event.wait()
+    assert (destination == 7).all()
+    assert event.error is None
+
+
+def test_a_stream_waits_for_the_events_of_another(cuda: Any, stream: CudaStream) -> None:
+    other = CudaStream(cuda, 0, "other")
+    for _ in range(30):
+        a, b, c = np.full(64, 7, np.uint8), np.zeros(64, np.uint8), np.zeros(64, np.uint8)
+        first = other.submit(lambda a=a, b=b: copy(cuda, a, b))  # type: ignore[misc]
+        second = stream.submit(lambda b=b, c=c: copy(cuda, b, c), after=(first,))  # type: ignore[misc]
+        assert second.wait(5.0)
+        assert (c == 7).all()
+    assert other.close(5.0)
+
+
+def test_the_completion_call_comes_after_the_event_from_another_thread(cuda: Any, stream: CudaStream) -> None:
+    called = threading.Event()
+    seen: list[tuple[bool, int]] = []
+
+    def done(event: Any) -> None:
+        seen.append((event.is_done(), threading.get_ident()))
+        called.set()
+        raise ValueError("on purpose")
+
+    stream.submit(lambda: None, done=done)
+    assert called.wait(5.0)
+    again = threading.Event()
+    stream.submit(lambda: None, done=lambda event: again.set())
+    assert again.wait(5.0)
+    assert seen[0][0]
+    assert seen[0][1] != threading.get_ident()
+
+
+def test_work_that_cannot_be_enqueued_is_the_events_error_and_still_ends(cuda: Any, stream: CudaStream) -> None:
+    cuda.runtime.refuse_copies = "cudaErrorInvalidValue"
+    called = threading.Event()
+    buffer = np.zeros(8, np.uint8)
+    event = stream.submit(lambda: copy(cuda, buffer, buffer), done=lambda event: called.set())
+    assert called.wait(5.0)
+    assert "cudaErrorInvalidValue" in str(event.error)
+    cuda.runtime.refuse_copies = None
+    assert stream.submit(lambda: None).error is None
+
+
+def test_a_broken_device_ends_every_event_with_its_error(cuda: Any, stream: CudaStream) -> None:
+    cuda.runtime.paused = True
+    called = threading.Event()
+    event = stream.submit(lambda: None, done=lambda event: called.set())
+    cuda.runtime.broken = "cudaErrorIllegalAddress"
+    assert called.wait(5.0)
+    assert event.is_done()
+    assert event.wait()
+    assert "cudaErrorIllegalAddress" in str(event.error)
+    late = stream.submit(lambda: None)
+    assert "cudaErrorIllegalAddress" in str(late.error)
+
+
+def test_close_is_bounded_when_the_device_hangs_and_reports_nothing_as_done(cuda: Any) -> None:
+    stream = CudaStream(cuda, 0, "test")
+    cuda.runtime.paused = True
+    calls: list[int] = []
+    stream.submit(lambda: None, done=lambda event: calls.append(1))
+    start = time.monotonic()
+    assert not stream.close(0.05)
+    assert time.monotonic() - start < 2.0
+    with pytest.raises(TransferError, match="closed"):
+        stream.submit(lambda: None)
+    time.sleep(0.6)
+    assert calls == []
+
+
+def test_the_engines_stream_is_ordered_both_ways_without_the_host_waiting(cuda: Any, stream: CudaStream) -> None:
+    device = open_device("cuda:0")
+    engine = cuda.Stream(non_blocking=True)
+    source, middle, end = np.full(64, 5, np.uint8), np.zeros(64, np.uint8), np.zeros(64, np.uint8)
+    event = stream.submit(lambda: copy(cuda, source, middle))
+    assert device.engine_waits(engine, [event], timeout=0.0)
+    cuda.runtime.memcpyAsync(end.ctypes.data, middle.ctypes.data, 64, 4, engine.ptr)
+    after = device.engine_event(engine.ptr)
+    back = np.zeros(64, np.uint8)
+    assert stream.submit(lambda: copy(cuda, end, back), after=(after,)).wait(5.0)
+    assert (back == 5).all()
+
+
+@pytest.mark.parametrize("engine_stream", ["main", 1.5, True, object()])
+def test_something_that_is_no_stream_is_refused(cuda: Any, engine_stream: object) -> None:
+    with pytest.raises(ConfigError, match="cudaStream_t"):
+        CudaDevice(cuda, 0).engine_waits(engine_stream, [], None)
+
+
+# -- copies --------------------------------------------------------------------------------------------------------------
+
+SHAPES = [(3, 8, "float32", 4), (2, 64, "bfloat16", 8)]  # 1,536 bytes: gaps in the arena; 8,192: none
+
+
+@pytest.fixture(params=SHAPES, ids=["strided", "dense"])
+def pools(request: pytest.FixtureRequest) -> tuple[GroupPools, HostArena]:
+    heads, head_dim, dtype, tokens = request.param
+    group = KVLayout.uniform(2, heads, head_dim, dtype, tokens).groups[0]
+    made = GroupPools(group, PrimaryPool(group, 8, "cpu"), HostArena(8, group.block_bytes, pin=False))
+    staging = HostArena(8, group.block_bytes, pin=False)
+    generator = np.random.default_rng(5)
+    for rows in (made.primary.rows.numpy(), made.secondary.rows if made.secondary else staging.rows, staging.rows):
+        rows[:] = generator.integers(0, 256, rows.shape, dtype=np.uint8)
+    return made, staging
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, 8])
+@pytest.mark.parametrize("route", [(PRIMARY, SECONDARY), (SECONDARY, PRIMARY), (PRIMARY, NVME), (PRIMARY, PRIMARY)])
+def test_cuda_copies_move_the_same_bytes_as_host_copies(
+        cuda: Any, stream: CudaStream, pools: tuple[GroupPools, HostArena], route: tuple[int, int], num_tokens: int) -> None:
+    pairs = [(1, 4), (2, 5), (3, 6), (0, 7)]
+    group_pools, staging = pools
+    assert group_pools.secondary is not None
+    target = group_pools.primary.rows.numpy() if route[0] == PRIMARY else group_pools.secondary.rows
+    before = target.copy()
+    open_copiers(group_pools, staging, "cpu")[route].copy(pairs, num_tokens)
+    expected = target.copy()
+    target[:] = before
+    copier = open_copiers(group_pools, staging, "cuda:0")[route]
+    assert isinstance(copier, CudaCopier)
+    event = stream.submit(lambda: copier.copy(pairs, num_tokens))
+    assert event.wait(5.0)
+    assert event.error is None
+    np.testing.assert_array_equal(target, expected)
+    if num_tokens in (0, 8):
+        assert len(cuda.runtime.calls) == 2, "a run of neighbours is one copy"
+
+
+def test_no_cuda_copy_crosses_the_border_of_two_registrations(cuda: Any, stream: CudaStream) -> None:
+    memory = np.zeros((8, 512), np.uint8)
+    group = KVLayout.uniform(2, 1, 8, "float32", 4).groups[0]
+    whole = CudaMemory(memory.ctypes.data, 512, 8, 0, )
+    pieces = CudaMemory(memory.ctypes.data, 512, 8, 3)
+    for source, destination in ((whole, pieces), (pieces, whole)):
+        cuda.runtime.calls.clear()
+        copier = CudaCopier(cuda, source, destination, group)
+        stream.submit(lambda copier=copier: copier.copy([(slot, slot) for slot in range(8)]))  # type: ignore[misc]
+        assert len(cuda.runtime.calls) == 3
+
+
+def test_a_slot_outside_the_pool_is_the_events_error(
+        cuda: Any, stream: CudaStream, pools: tuple[GroupPools, HostArena]) -> None:
+    copier = open_copiers(pools[0], pools[1], "cuda:0")[SECONDARY, PRIMARY]
+    event = stream.submit(lambda: copier.copy([(0, 1), (8, 0)]))
+    assert isinstance(event.error, IndexError)
+    assert cuda.runtime.calls == []
+
+
+# -- what a machine may lack ---------------------------------------------------------------------------------------------
+
+
+def test_without_cupy_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    with pytest.raises(ConfigError, match=r"install kvtier\[cuda\]"):
+        open_device("cuda")
+
+
+def test_without_a_gpu_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = load_stand_in().StandInCuda(devices=0)
+    monkeypatch.setitem(sys.modules, "cupy", made)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", made)
+    with pytest.raises(ConfigError, match="no CUDA device can be used here"):
+        open_device("cuda:0")
+
+
+def test_a_device_number_beyond_the_last_is_refused(cuda: Any) -> None:
+    with pytest.raises(ConfigError, match="this machine has 1 CUDA devices"):
+        open_device("cuda:1")
+
+
+def test_importing_the_twin_imports_no_cupy() -> None:
+    code = "import sys, kvtier.io.device, kvtier.io.cuda_stream; sys.exit('cupy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,0 +1,87 @@
+"""``CopyBatch``: Moves that one copier carries out in one piece of work on a stream, with one event."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from kvtier.errors import TransferError
+from kvtier.io.copiers import Copier
+from kvtier.io.faults import FaultOperation
+from kvtier.io.streams import Event, Stream
+from kvtier.pools.pool_index import PoolIndex, slot_of
+from kvtier.tiering.transfer_graph import NodeState, TransferNode
+
+
+class FaultPoint(Protocol):
+    """What is used of ``kvtier.io.faults.Faults`` here."""
+
+    def before(self, operation: FaultOperation) -> None:
+        """Sleep or raise ``OSError``, as the rules say."""
+
+
+class CopyBatch:
+    """Copies of one group between one pair of memories.
+
+    Attributes:
+        nodes: in number order; none depends on another.
+        after: events of the other stream that have to be over first, without repetition.
+        staging_slot: the source of the single node when its bytes were read from a file; -1 otherwise.
+        seconds: how long the copy (on CUDA: its submission) took.
+    """
+
+    __slots__ = ("_copier", "_faults", "_num_tokens", "after", "nodes", "route", "seconds", "staging_slot", "stream")
+
+    def __init__(self, route: int, stream: Stream, copier: Copier, faults: FaultPoint | None, num_tokens: int = 0,
+                 staging_slot: int = -1) -> None:
+        self.route = route
+        self.stream = stream
+        self.nodes: list[TransferNode] = []
+        self.after: dict[Event, None] = {}
+        self.staging_slot = staging_slot
+        self.seconds = 0.0
+        self._copier = copier
+        self._faults = faults
+        self._num_tokens = num_tokens
+
+    def add(self, node: TransferNode) -> None:
+        """Take a node in, and the events of what it depends on."""
+        node.batch = self
+        node.state = NodeState.OPEN
+        self.nodes.append(node)
+        for earlier in node.depends:
+            # What stands on the same stream comes first anyway.
+            if earlier.event is not None and earlier.stream is not self.stream and not earlier.event.is_done():
+                self.after[earlier.event] = None
+
+    def run(self) -> None:
+        """Copy what can be copied; what cannot gets its error. The stream calls it when everything before is over."""
+        start = time.perf_counter()
+        pairs: list[tuple[int, int]] = []
+        copied: list[TransferNode] = []
+        for node in self.nodes:
+            error = node.error or node.source_failure() or self._fault(node)
+            if error is not None:
+                node.error = error
+                continue
+            source = self.staging_slot if self.staging_slot >= 0 else slot_of(PoolIndex(node.source))
+            pairs.append((source, slot_of(PoolIndex(node.destination))))
+            copied.append(node)
+        if pairs:
+            try:
+                self._copier.copy(pairs, self._num_tokens)
+            except Exception as error:
+                for node in copied:
+                    node.error = error
+        self.seconds = time.perf_counter() - start
+
+    def _fault(self, node: TransferNode) -> TransferError | None:
+        if self._faults is None:
+            return None
+        try:
+            self._faults.before(FaultOperation.COPY)
+        except OSError as error:
+            failure = TransferError(f"{node.move}: the copy failed: {error}")
+            failure.__cause__ = error
+            return failure
+        return None

@@ -1,0 +1,436 @@
+"""``TransferManager``: carries out the ledger's Moves and reports what finished (design: transfer rules).
+
+Moves between memories go to two streams, ordered by events. Moves with an NVMe end go to file threads and are confirmed
+on the host before any stream may depend on them. Nothing here knows blocks, queues or the tree.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Final
+
+from kvtier.errors import ConfigError, TransferError
+from kvtier.io.copiers import open_copiers
+from kvtier.io.device import Device, EngineStream
+from kvtier.io.streams import Event, Stream
+from kvtier.pools.group_pools import GroupPools
+from kvtier.pools.pool_index import LEVEL_NAMES, NVME, SECONDARY, PoolIndex, level_of, pool_index
+from kvtier.tiering.copy_batch import CopyBatch, FaultPoint
+from kvtier.tiering.file_workers import BlockStore, FileWorkers, cancelled
+from kvtier.tiering.ledger.moves import Discard, Move
+from kvtier.tiering.staging import StagingPool
+from kvtier.tiering.transfer_graph import NodeState, TransferGraph, TransferNode, Work
+from kvtier.tiering.transfer_results import CompletionQueue, MoveResult, TransferCounters
+
+__all__ = ["MoveResult", "TransferCounters", "TransferManager"]
+
+_log = logging.getLogger(__name__)
+
+MAX_BATCH_BYTES: Final = 128 << 20
+"""A batch of copies ends here, so that what waits for one of its first blocks does not wait for a gigabyte."""
+
+
+class TransferManager:
+    """Two copy streams, reader threads, a writer thread, and the order between them.
+
+    Thread-safe. One lock guards the order; nothing is copied, read, written or waited for while it is held.
+
+    Args:
+        device: where the primary pool is.
+        pools: by group number.
+        store: the NVMe level; None without one.
+        faults: injected into copies. The store has its own for files.
+        read_threads: file reads at once.
+        staging_blocks: blocks per group that may be between file and slot at once.
+
+    Raises:
+        ConfigError: fewer than one read thread or staging block, or no memory for the staging blocks.
+    """
+
+    def __init__(self, device: Device, pools: Sequence[GroupPools], store: BlockStore | None, *,
+                 faults: FaultPoint | None = None, read_threads: int = 2, staging_blocks: int = 4) -> None:
+        if read_threads < 1 or staging_blocks < 1:
+            raise ConfigError(f"read_threads={read_threads}, staging_blocks={staging_blocks}: both must be at least 1, "
+                              "or nothing would ever be read from NVMe")
+        self._device = device
+        self._block_bytes = [pool.group.block_bytes for pool in pools]
+        self._faults = faults
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._graph = TransferGraph(len(pools))
+        self._open: dict[int, CopyBatch] = {}
+        self._ready: list[TransferNode] = []
+        self._completed = CompletionQueue(self._block_bytes, [pool.group.tokens_per_block for pool in pools])
+        self._listeners: tuple[Callable[[], None], ...] = ()
+        self._outstanding = 0
+        self._sequence = 0
+        self._closing = False
+        self._abandoned = False
+        self._staging: list[StagingPool] = []
+        self._files: FileWorkers | None = None
+        with ExitStack() as undo:  # pinned memory and threads do not go away by themselves
+            for size in self._block_bytes if store is not None else ():
+                self._staging.append(StagingPool(staging_blocks, size, pin=device.name != "cpu"))
+                undo.callback(self._staging[-1].arena.close)
+            self._copiers = [open_copiers(pool, self._staging[number].arena if self._staging else None, device.name)
+                             for number, pool in enumerate(pools)]
+            self._offload = device.stream("offload")
+            undo.callback(self._offload.close, 1.0)
+            self._onboard = device.stream("onboard")
+            undo.pop_all()
+        if store is not None:
+            secondary = [pool.secondary.padded_rows if pool.secondary is not None else None for pool in pools]
+            self._files = FileWorkers(store, self._staging, secondary, read_threads, self._read_over,
+                                      self._writes_over)
+
+    # -- issuing ---------------------------------------------------------------------------------------------------------
+
+    def issue(self, records: Sequence[Move | Discard]) -> None:
+        """Queue records, in the order of their numbers. Never waits for a copy or a file.
+
+        Raises:
+            TransferError: the manager is closed, or a record asks for a route that does not exist (no NVMe store, no
+                secondary level in this group, from or to NVMe without staging). Nothing has been queued then.
+        """
+        nodes = [self._node(record) for record in records]
+        with self._lock:
+            if self._closing:
+                raise TransferError("transfers are closed; no Move can be issued any more")
+            self._outstanding += len(nodes)
+            for node in nodes:
+                self._graph.add(node)
+                if node.blockers == 0:
+                    self._start(node)
+            self._submit_all()
+
+    def _node(self, record: Move | Discard) -> TransferNode:
+        if isinstance(record, Discard):
+            if self._files is None:
+                raise TransferError(f"discard of NVMe slot {record.slot}: there is no NVMe store")
+            return TransferNode(Work.DISCARD, record.number, record.group, -1, pool_index(NVME, record.slot), None)
+        source, destination = level_of(record.source), level_of(record.destination)
+        if destination == NVME:
+            work = Work.WRITE
+            exists = source == SECONDARY and self._files is not None and (SECONDARY, SECONDARY) in self._copiers[record.group]
+        else:
+            work = Work.READ if source == NVME else Work.COPY
+            exists = (destination, source) in self._copiers[record.group]
+        if not exists:
+            raise TransferError(f"{record}: group {record.group} has no way from {LEVEL_NAMES[source]} to "
+                                f"{LEVEL_NAMES[destination]}")
+        return TransferNode(work, record.number, record.group, record.source, record.destination, record)
+
+    def _start(self, node: TransferNode) -> None:
+        """Nothing holds the node back: batch a copy, queue a file operation. Lock held."""
+        for earlier in node.depends:
+            if earlier.state is NodeState.OPEN and earlier.batch is not None:
+                self._submit(earlier.batch)
+        if node.work is Work.COPY:
+            self._batch(node)
+            return
+        node.state = NodeState.QUEUED
+        assert self._files is not None
+        if not self._closing:
+            self._files.put(node)
+            return
+        node.error = cancelled(node)
+        if node.work is Work.READ:
+            self._submit_read(node, -1)
+        else:
+            self._finish(node)
+
+    def _batch(self, node: TransferNode) -> None:
+        """Put a copy with others that have the same route and are independent of it. Lock held."""
+        move = node.move
+        assert move is not None
+        source, destination = level_of(move.source), level_of(move.destination)
+        route = node.group << 4 | destination << 2 | source
+        batch = self._open.get(route)
+        if batch is None or move.num_tokens:
+            batch = CopyBatch(route, self._offload if destination > source else self._onboard,
+                              self._copiers[node.group][destination, source], self._faults, move.num_tokens)
+            batch.add(node)
+            if move.num_tokens:
+                self._submit(batch)
+            else:
+                self._open[route] = batch
+            return
+        batch.add(node)
+        if len(batch.nodes) * self._block_bytes[node.group] >= MAX_BATCH_BYTES:
+            self._submit(batch)
+
+    def _submit(self, batch: CopyBatch) -> None:
+        """Give a batch to its stream; what was held back for these nodes may start. Lock held."""
+        if self._open.get(batch.route) is batch:
+            del self._open[batch.route]
+        if self._abandoned:  # the pools may be gone
+            for node in batch.nodes:
+                node.error = node.error or cancelled(node)
+                self._finish(node)
+            return
+        self._sequence += 1
+        event = batch.stream.submit(batch.run, tuple(batch.after), lambda event: self._copies_over(batch, event))
+        for node in batch.nodes:
+            node.event = event
+            node.stream = batch.stream
+            node.sequence = self._sequence
+            node.state = NodeState.SUBMITTED
+            if node.dependents:
+                self._hold_no_longer(node)
+
+    def _submit_read(self, node: TransferNode, buffer: int) -> None:
+        """Submit the copy out of a staging buffer. Lock held.
+
+        Also after a failed read, when the stream has nothing to copy: the node is then over only when what it was ordered
+        behind is over, and whoever writes the slot next may rely on that.
+        """
+        move = node.move
+        assert move is not None
+        assert buffer >= 0 or node.error is not None
+        destination = level_of(move.destination)
+        batch = CopyBatch(node.group << 4 | destination << 2 | NVME, self._onboard, self._copiers[node.group][destination, NVME],
+                          self._faults, move.num_tokens, buffer)
+        batch.add(node)
+        self._submit(batch)
+
+    def _hold_no_longer(self, node: TransferNode) -> None:
+        for dependent in self._graph.release(node):
+            heapq.heappush(self._ready, dependent)
+
+    def _submit_all(self) -> None:
+        """Start what became free, lowest number first, and submit what is still open. Lock held."""
+        while self._ready or self._open:
+            if self._ready:
+                self._start(heapq.heappop(self._ready))
+            else:
+                self._submit(next(iter(self._open.values())))
+
+    # -- finishing, called by streams and file threads -------------------------------------------------------------------
+
+    def _copies_over(self, batch: CopyBatch, event: Event) -> None:
+        with self._lock:
+            share = batch.seconds / len(batch.nodes)
+            for node in batch.nodes:
+                if event.error is not None and node.error is None:
+                    node.error = _as_exception(event.error)
+                node.seconds += share
+                self._finish(node)
+            if batch.staging_slot >= 0:
+                self._staging[batch.nodes[0].group].give_back(batch.staging_slot)
+            self._changed.notify_all()
+        self._tell_listeners()
+
+    def _read_over(self, node: TransferNode, buffer: int) -> None:
+        with self._lock:
+            self._submit_read(node, buffer)
+            self._submit_all()
+            self._changed.notify_all()
+        self._tell_listeners()  # not over yet, but confirmed: whoever asked pending_files may ask again
+
+    def _writes_over(self, nodes: list[TransferNode]) -> None:
+        with self._lock:
+            for node in nodes:
+                self._finish(node)
+            self._submit_all()
+            self._changed.notify_all()
+        self._tell_listeners()
+
+    def _finish(self, node: TransferNode) -> None:
+        """Report a node. Lock held. The result is in the queue before anybody who waits for the node can go on."""
+        self._hold_no_longer(node)
+        self._graph.finish(node)
+        self._outstanding -= 1
+        if node.move is not None:
+            self._completed.add(node.move, node.error, node.seconds)
+
+    def _tell_listeners(self) -> None:
+        for listener in self._listeners:
+            try:
+                listener()
+            except Exception:
+                _log.exception("a transfer listener failed")
+
+    # -- reporting and waiting ---------------------------------------------------------------------------------------------
+
+    def drain(self) -> list[MoveResult]:
+        """What has finished since the last call, in order of completion; each Move exactly once."""
+        return self._completed.drain()
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called whenever something finished: from our threads, no lock held; it must be quick."""
+        with self._lock:
+            self._listeners += (callback,)
+
+    def remove_listener(self, callback: Callable[[], None]) -> None:
+        """Undo ``add_listener``; a call that is under way may still come."""
+        with self._lock:
+            self._listeners = tuple(listener for listener in self._listeners if listener != callback)
+
+    def pending_files(self, group: int, indices: Iterable[PoolIndex]) -> bool:
+        """Whether a file has to be read (or written) before what is pending on these slots can be put on a stream.
+
+        While this is True no stream may be ordered behind these slots.
+        """
+        with self._lock:
+            return any(_waits_for_file(node) for node in self._graph.pending(group, indices))
+
+    def wait(self, group: int, indices: Iterable[PoolIndex], timeout: float | None) -> bool:
+        """Wait until the writes pending on these slots now are over, file reads included, and their results can be drained.
+
+        Returns:
+            False when ``timeout`` seconds were not enough, or when the manager was closed without them.
+        """
+        with self._lock:
+            nodes = self._graph.pending_writes(group, indices)
+            return self._wait_locked(nodes, _is_over, _deadline(timeout))
+
+    def order_before_engine(self, engine_stream: EngineStream | None, group: int, indices: Iterable[PoolIndex],
+                            timeout: float | None) -> bool:
+        """Let the engine use these slots only after every read and write pending on them now.
+
+        On CUDA the engine's stream waits; on the CPU this call does, and the results can be drained when it returns. What
+        still waits for a file is waited for on the host (``pending_files`` says so before).
+
+        Returns:
+            False when ``timeout`` seconds were not enough; the engine must not use the slots then.
+        """
+        deadline = _deadline(timeout)
+        with self._lock:
+            nodes = self._graph.pending(group, indices)
+            if not nodes:
+                return True
+            if not self._wait_locked(nodes, _is_on_a_stream, deadline):
+                return False
+            # On one stream the last event stands for all before it.
+            last: dict[Stream, TransferNode] = {}
+            for node in nodes:
+                if node.stream is not None and node.state is not NodeState.DONE \
+                        and (node.stream not in last or last[node.stream].sequence < node.sequence):
+                    last[node.stream] = node
+            events = [node.event for node in last.values() if node.event is not None]
+        if not self._device.engine_waits(engine_stream, events, _left(deadline)):
+            return False
+        if not all(event.is_done() for event in events):
+            return True  # the device waits for them
+        with self._lock:
+            return self._wait_locked(nodes, _is_over, deadline)
+
+    def order_after_engine(self, engine_stream: EngineStream | None) -> None:
+        """Copies issued from now on wait for what the engine has enqueued so far."""
+        event = self._device.engine_event(engine_stream)
+        if event.is_done():
+            return
+        with self._lock:
+            if not self._closing:
+                for stream in (self._offload, self._onboard):
+                    stream.submit(_nothing, (event,))
+
+    def _wait_locked(self, nodes: list[TransferNode], reached: Callable[[TransferNode], bool], deadline: float | None) -> bool:
+        """Wait until all nodes have reached a state. Lock held, and given up while waiting."""
+        while True:
+            nodes = [node for node in nodes if not reached(node)]
+            if not nodes:
+                return True
+            left = _left(deadline)
+            if self._abandoned or (left is not None and left <= 0.0):
+                return False
+            self._changed.wait(left)
+
+    def idle(self, timeout: float | None) -> bool:
+        """Wait until everything issued has finished; False when ``timeout`` seconds were not enough."""
+        deadline = _deadline(timeout)
+        with self._lock:
+            while self._outstanding:
+                left = _left(deadline)
+                if self._abandoned or (left is not None and left <= 0.0):
+                    return False
+                self._changed.wait(left)
+            return True
+
+    def stats(self) -> dict[str, TransferCounters]:
+        """Counters by "source->destination" level names, such as ``"secondary->primary"``; routes never used are absent."""
+        with self._lock:
+            return self._completed.counters()
+
+    @property
+    def failed_discards(self) -> int:
+        """NVMe slots whose rows could not be deleted. The next write of such a slot deletes its row first."""
+        return self._files.failed_discards if self._files is not None else 0
+
+    # -- closing -----------------------------------------------------------------------------------------------------------
+
+    def close(self, timeout: float) -> bool:
+        """Take no more Moves, fail the file operations that have not begun, and wait for what runs.
+
+        Returns:
+            True when nothing runs any more. False when something was still running after ``timeout`` seconds: the memory
+            of the pools must not be freed then, because a copy or a read may still be using it. Moves that hang are not
+            reported. May be called again.
+        """
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            self._closing = True
+        if self._files is not None:
+            waiting = self._files.cancel_queued()
+            with self._lock:
+                for node in waiting:
+                    node.error = cancelled(node)
+                    if node.work is Work.READ:
+                        self._submit_read(node, -1)
+                    else:
+                        self._finish(node)
+                self._submit_all()
+                self._changed.notify_all()
+            if waiting:
+                self._tell_listeners()
+        is_idle = self.idle(timeout)
+        with self._lock:
+            self._abandoned = True
+            self._changed.notify_all()
+        self._tell_listeners()  # also of what will never be reported
+        # Idle threads end at once; a little time is theirs even when the copies took all of it.
+        spare = 0.5 if is_idle else 0.0
+        ended = [worker.close(max(deadline - time.monotonic(), spare))
+                 for worker in (self._files, self._offload, self._onboard) if worker is not None]
+        if is_idle and all(ended):
+            for staging in self._staging:
+                staging.arena.close()
+            return True
+        return False
+
+
+def _nothing() -> None:
+    """Work that only marks a place in a stream."""
+
+
+def _deadline(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
+
+
+def _is_over(node: TransferNode) -> bool:
+    return node.state is NodeState.DONE
+
+
+def _is_on_a_stream(node: TransferNode) -> bool:
+    return not _waits_for_file(node)
+
+
+def _waits_for_file(node: TransferNode) -> bool:
+    return node.state is NodeState.HELD or node.state is NodeState.QUEUED
+
+
+def _as_exception(error: BaseException) -> Exception:
+    if isinstance(error, Exception):
+        return error
+    failure = TransferError(f"the copy was broken off: {error!r}")
+    failure.__cause__ = error
+    return failure
