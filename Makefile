@@ -42,7 +42,7 @@ test-compiled: compiled
 
 # For a machine with a GPU that has torch, triton and cupy already; installs nothing, so it takes the system's Python.
 test-gpu:
-	PYTHONPATH="$$($(PYTHON) scripts/stage.py)" $(PYTHON) scripts/test_gpu.py $(ARGS)
+	PYTHONPATH="$$($(PYTHON) scripts/stage.py)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) scripts/test_gpu.py $(ARGS)
 
 wheel: $(READY)
 	rm -rf build/lib* build/bdist*

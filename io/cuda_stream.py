@@ -20,6 +20,9 @@ from kvtier.io.streams import Event
 
 _log = logging.getLogger(__name__)
 
+_SUCCESS: Final = 0      # cudaSuccess
+_NOT_READY: Final = 600  # cudaErrorNotReady
+
 _FIRST_PAUSE: Final = 20e-6
 _LONGEST_PAUSE: Final = 1e-3
 
@@ -31,10 +34,13 @@ class _Handle(Protocol):
 
 
 class CudaRuntime(Protocol):
-    """What is used of ``cupy.cuda.runtime``. Its functions release the GIL and raise ``RuntimeError`` on errors."""
+    """What is used of ``cupy.cuda.runtime``. Its functions raise ``CUDARuntimeError``, a ``RuntimeError``, on errors; those that
+    copy or wait release the GIL. ``eventQuery`` alone returns the status, whatever it is.
+    """
 
     memcpyDefault: int
 
+    def CUDARuntimeError(self, status: int) -> RuntimeError: ...
     def getDeviceCount(self) -> int: ...
     def eventRecord(self, event: int, stream: int) -> None: ...
     def eventQuery(self, event: int) -> int: ...
@@ -78,28 +84,31 @@ class CudaEvent:
 
     def __init__(self, cuda: CudaModule) -> None:
         self._cuda = cuda
-        # block: a host thread that waits sleeps instead of spinning on a core that the engine needs.
-        self._event = cuda.Event(block=True, disable_timing=True)
+        self._event: _Handle | None = None
         self.error: BaseException | None = None
 
     @property
-    def handle(self) -> int:
-        """The ``cudaEvent_t``."""
-        return self._event.ptr
+    def handle(self) -> int | None:
+        """The ``cudaEvent_t``; None before it is recorded, and when the device refused to make one."""
+        return self._event.ptr if self._event is not None else None
 
     def record(self, stream: int) -> None:
-        """Mark the place in the stream (a ``cudaStream_t``) that has been reached by enqueuing."""
+        """Mark the place in the stream (a ``cudaStream_t``) that has been reached by enqueuing. Called once."""
+        # block: a host thread that waits sleeps instead of spinning on a core that the engine needs.
+        self._event = self._cuda.Event(block=True, disable_timing=True)
         self._cuda.runtime.eventRecord(self._event.ptr, stream)
 
     def is_done(self) -> bool:
         """Whether the device has got there. An event never recorded, or a device in error, counts as done."""
-        try:
-            return self._cuda.runtime.eventQuery(self._event.ptr) == 0
-        except RuntimeError as error:
-            # A CUDA error is sticky: nothing enqueued will happen any more, and a waiter must not wait for it.
-            if self.error is None:
-                self.error = error
+        if self._event is None:
             return True
+        status = self._cuda.runtime.eventQuery(self._event.ptr)
+        if status == _NOT_READY:
+            return False
+        if status != _SUCCESS and self.error is None:
+            # A CUDA error is sticky: nothing enqueued will happen any more, and a waiter must not wait for it.
+            self.error = self._cuda.runtime.CUDARuntimeError(status)
+        return True
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until the device has got there.
@@ -107,6 +116,8 @@ class CudaEvent:
         CUDA has no wait with a time-out: with one, this asks again and again, ever more rarely.
         """
         if timeout is None:
+            if self._event is None:
+                return True
             try:
                 self._cuda.runtime.eventSynchronize(self._event.ptr)
             except RuntimeError as error:
@@ -162,28 +173,32 @@ class CudaStream:
     def submit(self, work: Callable[[], None], after: Sequence[Event] = (),
                done: Callable[[Event], None] | None = None) -> CudaEvent:
         """Enqueue ``work`` behind ``after``; see ``Stream.submit``. ``after`` holds events of CUDA streams."""
-        with self._lock, self._cuda.Device(self._device):
+        with self._lock:
             if self._closed:
                 raise TransferError(f"stream {self.name}: closed, it takes no more work")
             event = CudaEvent(self._cuda)
-            error: BaseException | None = None
             try:
-                for earlier in after:
-                    assert isinstance(earlier, CudaEvent), "a CUDA stream can only wait for CUDA events"
-                    self._cuda.runtime.streamWaitEvent(self._stream.ptr, earlier.handle)
-                _place.handle = self._stream.ptr
-                work()
-            except Exception as caught:
-                error = caught
-            try:
-                # Also after a failure: part of the work may be enqueued, and the next writer must come after that part.
-                event.record(self._stream.ptr)
-            except RuntimeError as caught:
-                error = error or caught
-            event.error = error
+                with self._cuda.Device(self._device):
+                    event.error = self._enqueue(work, after)
+                    # Also after a failure: part of the work may be enqueued, and the next writer must come after that part.
+                    event.record(self._stream.ptr)
+            except RuntimeError as caught:  # from a broken device every call may come back like this
+                event.error = event.error or caught
             if done is not None:
                 self._watched.put((event, done))
         return event
+
+    def _enqueue(self, work: Callable[[], None], after: Sequence[Event]) -> Exception | None:
+        try:
+            for earlier in after:
+                assert isinstance(earlier, CudaEvent), "a CUDA stream can only wait for CUDA events"
+                if earlier.handle is not None:
+                    self._cuda.runtime.streamWaitEvent(self._stream.ptr, earlier.handle)
+            _place.handle = self._stream.ptr
+            work()
+        except Exception as caught:
+            return caught
+        return None
 
     def synchronize(self, timeout: float | None = None) -> bool:
         """Wait for everything submitted so far; False when time ran out."""

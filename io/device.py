@@ -76,9 +76,11 @@ class CudaDevice:
     def engine_waits(self, engine_stream: EngineStream | None, events: Iterable[Event], timeout: float | None) -> bool:
         """The engine's stream waits on the device; the host goes on. Always True."""
         handle = self._handle(engine_stream)
-        for event in events:
-            assert isinstance(event, CudaEvent)
-            self._cuda.runtime.streamWaitEvent(handle, event.handle)
+        with self._cuda.Device(self._number):  # the default stream has the same handle on every device
+            for event in events:
+                assert isinstance(event, CudaEvent)
+                if event.handle is not None:
+                    self._cuda.runtime.streamWaitEvent(handle, event.handle)
         return True
 
     def engine_event(self, engine_stream: EngineStream | None) -> Event:

@@ -68,6 +68,9 @@ class OffsetTable:
     def fill(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         """Make the table of a batch: ``rows[i]`` are the primary slots of sequence i, in the order of its tokens.
 
+        On a GPU the copy runs on torch's current stream and the host waits for it. That must be the stream whose kernels
+        read the table: on another one the copy would not wait for those of the batch before.
+
         Returns:
             The first ``len(rows)`` rows of :attr:`tensor`, a view. It holds until the next ``fill``.
 

@@ -62,11 +62,13 @@ def append_triton(pages: torch.Tensor, key: torch.Tensor, value: torch.Tensor | 
     sequences, _, max_blocks = table.shape
     values = key if value is None else value
     block_heads, block_dim = _block_shape(heads, head_dim)
-    append_kernel[(tokens, triton.cdiv(heads, block_heads))](
-        pages, key, values, table, sequence_of_token.contiguous(), positions.contiguous(),
-        pages.shape[0], sequences, max_blocks, layer_offset, *pages.stride(), *key.stride(), *values.stride(), *table.stride(),
-        HAS_VALUE=value is not None, HEADS=heads, HEAD_DIM=head_dim, TOKENS_PER_BLOCK=pages.shape[2],
-        BLOCK_HEADS=block_heads, BLOCK_DIM=block_dim)
+    # Triton launches on the current device, which need not be the tensors'. (A CPU tensor's is -1, which changes nothing.)
+    with torch.cuda.device(pages.get_device()):
+        append_kernel[(tokens, triton.cdiv(heads, block_heads))](
+            pages, key, values, table, sequence_of_token.contiguous(), positions.contiguous(),
+            pages.shape[0], sequences, max_blocks, layer_offset, *pages.stride(), *key.stride(), *values.stride(), *table.stride(),
+            HAS_VALUE=value is not None, HEADS=heads, HEAD_DIM=head_dim, TOKENS_PER_BLOCK=pages.shape[2],
+            BLOCK_HEADS=block_heads, BLOCK_DIM=block_dim)
 
 
 def _block_shape(heads: int, head_dim: int) -> tuple[int, int]:

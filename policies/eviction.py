@@ -71,31 +71,37 @@ class EvictionQueues:
     def add_content(self, record: QueueRecord, level: int, now: float) -> None:
         """Cached content, just released: to the back of its priority. Its duration, if any, starts now."""
         self.note_release(record, now)
-        if record.expires_at > 0.0:
-            heapq.heappush(self.expiries, (record.expires_at, record.stamp, record))
-        queue = level * LISTS_PER_LEVEL + record.priority
-        self._insert_after(self.heads[queue].previous, record, queue, level)
+        self.restore_content(record, level)
 
     def note_release(self, record: QueueRecord, now: float) -> None:
         """The moment of a release, from which LRU order and duration count, for a record that is busy and queued only later."""
-        record.stamp = self.next_stamp
-        self.next_stamp += 1
+        self.note_use(record)
         has_duration = record.duration > 0.0 and record.priority != DEFAULT_PRIORITY
         record.expires_at = now + record.duration if has_duration else 0.0
 
-    def restore_content(self, record: QueueRecord, level: int) -> None:
-        """Put content back where its last release had put it, after it was busy for a while without being used.
+    def note_use(self, record: QueueRecord) -> None:
+        """Most recently used from now on, without a release: what is left of its duration stays."""
+        record.stamp = self.next_stamp
+        self.next_stamp += 1
 
-        Walks from the cold end: what is written ahead is cold, so its place is near.
+    def restore_content(self, record: QueueRecord, level: int) -> None:
+        """Queue content where its last release or use puts it. It may have been busy since, without being used.
+
+        Looked for from both ends: what was just released belongs at the back, what was written ahead near the front.
         """
         queue = level * LISTS_PER_LEVEL + record.priority
         head = self.heads[queue]
-        place = head if head.previous.stamp < record.stamp else head.next
-        while place is not head and place.stamp < record.stamp:
-            place = place.next
+        colder = head.previous
+        warmer = head.next
+        while colder is not head and colder.stamp > record.stamp:
+            if warmer is head or warmer.stamp > record.stamp:
+                colder = warmer.previous
+                break
+            colder = colder.previous
+            warmer = warmer.next
         if record.expires_at > 0.0:
-            heapq.heappush(self.expiries, (record.expires_at, record.stamp, record))
-        self._insert_after(place.previous, record, queue, level)
+            self._await_expiry(record)
+        self._insert_after(colder, record, queue, level)
 
     # -- leaving a queue -------------------------------------------------------------------------------------------------
 
@@ -131,21 +137,22 @@ class EvictionQueues:
             return self.heads[base + priorities[0]].next
         return None
 
-    def refresh(self, now: float) -> list[QueueRecord]:
-        """Expire: content whose duration has passed falls to priority 35, at the back. Returns what fell."""
-        fallen: list[QueueRecord] = []
+    def refresh(self, now: float) -> list[tuple[QueueRecord, int]]:
+        """Expire: content whose duration has passed falls to priority 35, at the back. Returns what fell, and from where."""
+        fallen: list[tuple[QueueRecord, int]] = []
         expiries = self.expiries
         while expiries and expiries[0][0] <= now:
-            expires_at, stamp, record = heapq.heappop(expiries)
-            if record.queue == NOT_QUEUED or record.expires_at != expires_at or record.stamp != stamp:
-                continue  # claimed, or released again since
+            entry = heapq.heappop(expiries)
+            if not _is_awaited(entry):
+                continue
+            record = entry[2]
             level = record.queue // LISTS_PER_LEVEL
+            fallen.append((record, record.priority))
             self.claim(record)
             record.priority = DEFAULT_PRIORITY
             record.duration = 0.0
             record.expires_at = 0.0
             self.add_content(record, level, now)
-            fallen.append(record)
         return fallen
 
     # -- looking ---------------------------------------------------------------------------------------------------------
@@ -165,6 +172,16 @@ class EvictionQueues:
                 record = record.next
         return found
 
+    def backings(self, level: int, limit: int) -> list[QueueRecord]:
+        """Up to ``limit`` backings, in the order in which they would be given up."""
+        found: list[QueueRecord] = []
+        head = self.heads[level * LISTS_PER_LEVEL + BACKING]
+        record = head.next
+        while record is not head and len(found) < limit:
+            found.append(record)
+            record = record.next
+        return found
+
     def empty_count(self, level: int) -> int:
         return self.lengths[level * LISTS_PER_LEVEL + EMPTY]
 
@@ -182,6 +199,13 @@ class EvictionQueues:
                 record = record.next
         return found
 
+    def _await_expiry(self, record: QueueRecord) -> None:
+        """Entries that no longer count stay in the heap until their time or, where they are the most, until they are swept."""
+        if len(self.expiries) > 2 * sum(self.evictable) + 64:
+            self.expiries = [entry for entry in self.expiries if _is_awaited(entry)]
+            heapq.heapify(self.expiries)
+        heapq.heappush(self.expiries, (record.expires_at, record.stamp, record))
+
     def _insert_after(self, place: QueueRecord, record: QueueRecord, queue: int, level: int) -> None:
         assert record.queue == NOT_QUEUED
         record.previous = place
@@ -195,6 +219,13 @@ class EvictionQueues:
                 insort(self.occupied[level], record.priority)
             self.evictable[level] += 1
         self.lengths[queue] += 1
+
+
+def _is_awaited(entry: tuple[float, int, QueueRecord]) -> bool:
+    """Whether the record still is the content whose expiry was noted: neither claimed, nor released again, nor forgotten since."""
+    expires_at, stamp, record = entry
+    is_content = record.queue != NOT_QUEUED and record.queue % LISTS_PER_LEVEL < NUM_PRIORITIES
+    return is_content and record.expires_at == expires_at and record.stamp == stamp
 
 
 def eviction_queues(policy: str, num_levels: int) -> EvictionQueues:

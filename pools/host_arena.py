@@ -8,6 +8,7 @@ machines.
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import resource
 from contextlib import suppress
@@ -17,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 ALIGNMENT: Final = 4096
 PIECE_BYTES: Final = 16 << 30
@@ -122,4 +125,9 @@ class HostArena:
         if self._registered:
             from cupy.cuda import runtime
             while self._registered:
-                runtime.hostUnregister(self._registered.pop())
+                try:
+                    runtime.hostUnregister(self._registered.pop())
+                except RuntimeError as error:
+                    # After an error of the device (an engine's kernel, say) every call fails with it. The process then has
+                    # to end anyway, and the error that counts is the first one, which closing must not cover up.
+                    _log.warning("secondary: CUDA would not unpin memory: %s", error)

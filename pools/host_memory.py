@@ -87,6 +87,24 @@ def free_disk_bytes(directory: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
+def mount_of(folder: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> tuple[str, str]:
+    """(file system type, mount point) of the mount that holds ``folder``; ("unknown", "/") where the kernel does not say."""
+    resolved = folder.resolve()
+    best = ("unknown", "/")
+    depth = -1
+    try:
+        lines = mountinfo.read_text().splitlines()
+    except OSError:
+        return best
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        mount = Path(before.split()[4].encode().decode("unicode_escape"))  # spaces are written \040
+        # Of mounts on the same folder the last one hides the others.
+        if (mount == resolved or mount in resolved.parents) and len(mount.parts) >= depth:
+            best, depth = (after.split()[0], str(mount)), len(mount.parts)
+    return best
+
+
 def usable_cpus() -> int:
     """CPUs this process may run on (affinity, not the machine's count)."""
     return len(os.sched_getaffinity(0))

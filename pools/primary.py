@@ -67,6 +67,10 @@ class PrimaryPool:
         # fresh zero pages from the kernel already, and zeroing it would commit all of it before the first request.
         if memory.is_cuda or num_bytes < _RECYCLED_BELOW:
             memory.zero_()
+        if memory.is_cuda:
+            # Zeroing, and whatever else used this memory before, is ordered on torch's stream. The streams that will copy
+            # into the pool do not wait for that one: a block brought back early would be zeroed afterwards.
+            torch.cuda.synchronize(memory.device)
         self.rows: torch.Tensor = memory.view(num_blocks, group.block_bytes)
         self.tensor: torch.Tensor = memory.view(TORCH_DTYPES[group.dtype]).view(num_blocks, *group.block_shape)
         self.pages: torch.Tensor = self.tensor.view(-1, *group.block_shape[2:])

@@ -1,6 +1,8 @@
-"""Run the tests marked ``gpu`` and print their figures as one JSON object on the last line. Needs pytest and torch only.
+"""Run the tests in ``tests/gpu``, then measure copies; the last line is a JSON object in the form of every benchmark.
 
-A test hands over a figure with pytest's ``record_property(name, value)``. Arguments are passed on to pytest.
+Needs pytest, torch and CuPy. Tests that need more are skipped where it is missing, and their reasons are shown and counted.
+Arguments are passed on to pytest. Exit codes: 0 fine; 1 a test failed or a figure did not hold; 2 no GPU, or used wrongly;
+5 every test was skipped.
 """
 
 from __future__ import annotations
@@ -8,36 +10,71 @@ from __future__ import annotations
 import json
 import platform
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from kvtier.bench.report import Report
 
-class Figures:
-    """Pytest plugin that keeps outcomes and recorded properties."""
+GPU_TESTS = Path(__file__).resolve().parent.parent / "tests" / "gpu"
+
+
+class Outcomes:
+    """Pytest plugin that counts. A file that is skipped as a whole counts once."""
 
     def __init__(self) -> None:
-        self.outcomes = {"passed": 0, "failed": 0, "skipped": 0}
-        self.figures: dict[str, object] = {}
+        self.counts = {"passed": 0, "failed": 0, "skipped": 0}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
-            self.outcomes[report.outcome] += 1
-        if report.when == "call":
-            self.figures.update(report.user_properties)
+            self.counts[report.outcome] += 1
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.outcome != "passed":
+            self.counts[report.outcome] += 1
+
+
+def measure() -> tuple[Report | None, str]:
+    """The copy benchmark, or why there are no figures."""
+    from kvtier.errors import KVTierError
+
+    try:
+        from kvtier.bench.copy_gpu import measure_gpu_copies
+    except ModuleNotFoundError as error:
+        return None, f"copies were not measured: the package {error.name!r} is not installed"
+    try:
+        return measure_gpu_copies(), ""
+    except (KVTierError, RuntimeError) as error:  # RuntimeError: what torch and CuPy say when the device does not go along
+        return None, f"copies were not measured: {error}"
 
 
 def main(arguments: list[str]) -> int:
     import torch
 
+    import kvtier
+
     if not torch.cuda.is_available():
         print("make test-gpu: torch sees no GPU; run it on a machine with one (nvidia-smi shows what the driver sees)",
               file=sys.stderr)
         return 2
-    figures = Figures()
-    code = int(pytest.main(["-m", "gpu", "-p", "no:cacheprovider", *arguments], plugins=[figures]))
-    machine = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-               "gpu": torch.cuda.get_device_name(0)}
-    print(json.dumps({"machine": machine, **figures.outcomes, "figures": figures.figures}))
+    outcomes = Outcomes()
+    code = int(pytest.main([str(GPU_TESTS), "-m", "gpu", "-rs", "-p", "no:cacheprovider", *arguments], plugins=[outcomes]))
+    report, reason = measure()
+    if report is not None:
+        code = code or report.finish(None)
+        document = report.as_json()
+    else:
+        print(reason, file=sys.stderr)
+        code = code or 1
+        machine = {"python": platform.python_version(), "gpu": torch.cuda.get_device_name(0)}
+        document = {"kvtier": kvtier.__version__, "machine": machine, "results": [],
+                    "config": {"command": "copy", "torch": torch.__version__, "notes": [reason], "invalid": []}}
+    config = document["config"]
+    assert isinstance(config, dict)
+    config["tests"] = outcomes.counts
+    print(json.dumps(document))
     return code
 
 

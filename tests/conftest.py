@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from contextlib import suppress
 
-_SLOW_MACHINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
+with suppress(ModuleNotFoundError):  # `make test-gpu` does without hypothesis
+    from hypothesis import HealthCheck, Phase, settings
 
-settings.register_profile("default", deadline=None, max_examples=60, stateful_step_count=40, suppress_health_check=_SLOW_MACHINE)
-settings.register_profile("long", deadline=None, max_examples=2000, stateful_step_count=100, suppress_health_check=_SLOW_MACHINE)
-settings.load_profile("default")
+    _PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink)  # not explain: it traces every line, for minutes
+    _SLOW_MACHINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
+
+    settings.register_profile("default", deadline=None, max_examples=60, stateful_step_count=40, phases=_PHASES,
+                              suppress_health_check=_SLOW_MACHINE)
+    settings.register_profile("long", deadline=None, max_examples=1000, stateful_step_count=100, phases=_PHASES,
+                              suppress_health_check=_SLOW_MACHINE)
+    settings.load_profile("default")

@@ -20,7 +20,7 @@ from typing import Final
 import kvtier
 from kvtier.errors import ConfigError
 from kvtier.io.direct_file import refuses_direct
-from kvtier.pools.host_memory import free_disk_bytes, host_memory, memlock_limit, shared_memory, usable_cpus
+from kvtier.pools.host_memory import free_disk_bytes, host_memory, memlock_limit, mount_of, shared_memory, usable_cpus
 from kvtier.pools.sizing import SizeKind, format_bytes, parse_sizes
 from kvtier.tiering.config import TierConfig
 
@@ -211,24 +211,6 @@ def _file_system(folder: Path) -> Finding:
         return Finding("file system", Status.WARN, f"{found}: no GPUDirect Storage there",
                        "for GPUDirect choose a folder on ext4 or xfs on a local NVMe drive")
     return Finding("file system", Status.OK, found)
-
-
-def mount_of(folder: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> tuple[str, str]:
-    """(file system type, mount point) of the mount that holds ``folder``; ("unknown", "/") where the kernel does not say."""
-    resolved = folder.resolve()
-    best = ("unknown", "/")
-    depth = -1
-    try:
-        lines = mountinfo.read_text().splitlines()
-    except OSError:
-        return best
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        mount = Path(before.split()[4].encode().decode("unicode_escape"))  # spaces are written \040
-        # Of mounts on the same folder the last one hides the others.
-        if (mount == resolved or mount in resolved.parents) and len(mount.parts) >= depth:
-            best, depth = (after.split()[0], str(mount)), len(mount.parts)
-    return best
 
 
 def _free_space(folder: Path, config: TierConfig | None) -> Finding:

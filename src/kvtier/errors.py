@@ -33,7 +33,8 @@ class CapacityError(KVTierError):
     """The primary pool cannot hold what was asked for.
 
     ``needed`` and ``available`` are blocks of the primary level. ``preempt`` names the active requests that, removed in this
-    order (newest first), would make enough room; it is empty when not even an empty pool would suffice.
+    order (newest first), would make enough room; it is empty when that would not suffice: the pool is too small, or leases or
+    file reads hold blocks.
     """
 
     def __init__(self, message: str, needed: int = 0, available: int = 0, preempt: Sequence[int] = ()) -> None:

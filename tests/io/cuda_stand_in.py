@@ -16,6 +16,8 @@ import threading
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 
+_BROKEN = 700  # cudaErrorIllegalAddress, and every call returns it from then on
+
 
 class CudaError(RuntimeError):
     """CuPy's errors are RuntimeErrors as well."""
@@ -61,8 +63,13 @@ class Runtime:
             self._recorded[event] = record
             self._streams[stream].append(("record", (record,)))
 
+    def CUDARuntimeError(self, status: int) -> CudaError:
+        return CudaError(self.broken if status == _BROKEN else f"status {status}")
+
     def eventQuery(self, event: int) -> int:
-        self._check()
+        """The one function of CuPy's that returns the status of CUDA and raises nothing."""
+        if self.broken is not None:
+            return _BROKEN
         with self._lock:
             self._progress(self._random.randrange(6))
             return 0 if self._is_over(event) else 600
@@ -145,6 +152,8 @@ class StandInCuda:
         return Handle(self.runtime.new_stream())
 
     def Event(self, *, block: bool, disable_timing: bool) -> Handle:
+        if self.runtime.broken is not None:
+            raise CudaError(self.runtime.broken)
         return Handle(self.runtime.new_handle())
 
     def Device(self, device: int) -> AbstractContextManager[object]:

@@ -121,8 +121,14 @@ def test_a_broken_device_ends_every_event_with_its_error(cuda: Any, stream: Cuda
     assert event.is_done()
     assert event.wait()
     assert "cudaErrorIllegalAddress" in str(event.error)
-    late = stream.submit(lambda: None)
+    called_late = threading.Event()
+    late = stream.submit(lambda: None, after=(event,), done=lambda event: called_late.set())
+    assert called_late.wait(5.0), "not even an event can be made then, and still the work has to end"
+    assert late.is_done()
+    assert late.wait()
     assert "cudaErrorIllegalAddress" in str(late.error)
+    later = stream.submit(lambda: None, after=(late,))
+    assert "cudaErrorIllegalAddress" in str(later.error)
 
 
 def test_close_is_bounded_when_the_device_hangs_and_reports_nothing_as_done(cuda: Any) -> None:

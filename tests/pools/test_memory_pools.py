@@ -171,6 +171,21 @@ def test_a_refused_registration_undoes_the_others_and_names_the_remedy(
     assert not cuda_runtime.registered
 
 
+def test_a_broken_device_does_not_keep_an_arena_from_being_closed(
+        cuda_runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(address: int) -> None:
+        raise RuntimeError("cudaErrorIllegalAddress")
+
+    arena = HostArena(2, 4096, pin=True)
+    arena.rows[:] = 7
+    left = arena.rows
+    monkeypatch.setattr(cuda_runtime, "hostUnregister", refuse)
+    arena.close()
+    assert "cudaErrorIllegalAddress" in caplog.text
+    assert not left.any(), "its pages have been given back"
+    arena.close()
+
+
 def test_pinning_without_cupy_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ConfigError, match=r"kvtier\[cuda\]"):

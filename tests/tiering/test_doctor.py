@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.pools.host_memory import CgroupMemory, HostMemory
+from kvtier.pools.host_memory import CgroupMemory, HostMemory, mount_of
 from kvtier.tiering import doctor
-from kvtier.tiering.doctor import Finding, Report, Status, examine, mount_of, print_report
+from kvtier.tiering.doctor import Finding, Report, Status, examine, print_report
 
 GIB = 1 << 30
 GPU = Finding("GPU", Status.OK, "1 NVIDIA device(s)")

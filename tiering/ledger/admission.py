@@ -99,25 +99,22 @@ class BatchPlanner:
                 needed -= 1
         return needed
 
-    def protected_primary(self) -> int:
-        """Free primary handles that the plans hold on to and that therefore cannot be taken."""
+    def protected(self) -> set[int]:
+        """Ids of the blocks that the plans hold on to: none of them can be taken."""
         held: set[int] = set()
         for plan in self.plans:
             for block in plan.matches:
                 held.add(block.id)
             if plan.partial is not None:
                 held.add(plan.partial.id)
-        return sum(1 for plan in self.plans for block in self._pop_held(plan, held)
-                   if level_of(block.index) == PRIMARY and block.queue >= 0)
+        return held
 
-    def _pop_held(self, plan: AdmissionPlan, held: set[int]) -> list[Block]:
-        """The plan's blocks that no earlier plan named."""
-        found: list[Block] = []
-        for block in plan.matches if plan.partial is None else [*plan.matches, plan.partial]:
-            if block.id in held:
-                held.discard(block.id)
-                found.append(block)
-        return found
+    def give_up_copies(self) -> None:
+        """Reuse no block by copying it. The source of a copy takes a place beside the copy, so that in a small pool a request
+        might otherwise never fit although it would without that reuse."""
+        for plan in self.plans:
+            if plan.partial is not None and not plan.in_place:
+                plan.give_up_partial()
 
     def _match_partial(self, plan: AdmissionPlan, walk: Walk, usable: int) -> None:
         for shared, block in self.tree.partial_candidates(walk, plan.keys, usable, self.group):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final, cast
 
 from kvtier.errors import CapacityError
-from kvtier.policies.eviction import NOT_QUEUED, EvictionQueues
+from kvtier.policies.eviction import NOT_QUEUED, EvictionQueues, QueueRecord
 from kvtier.policies.retention import DEFAULT_PRIORITY
 from kvtier.pools.pool_index import NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of, pool_index, slot_of
 from kvtier.tiering.ledger.block import Block
@@ -58,7 +58,7 @@ class BlockAllocator:
         self.warm: dict[bytes, Block] = {}
         self.writes_in_flight = 0
         self._spares: list[Block] = []       # of promotions in this call; released when it ends
-        self._secondary_changed = True
+        self._may_write_ahead = True
         for level in range(NUM_LEVELS):
             for slot in range(num_blocks[level]):
                 block = Block(BlockId(len(self.blocks)), pool_index(level, slot))
@@ -101,20 +101,16 @@ class BlockAllocator:
         block.ref_count -= 1
         if block.ref_count > 0:
             return
-        if self.is_busy(block):
-            self.queues.note_release(block, self.now)  # queued in this order when its Moves have ended
-        elif block.has_content:
+        if block.has_content or self.is_busy(block):
             self.add_content(block)
         else:
             self.drop_backings(block)
             self.queues.add_empty_first(block, level_of(block.index))
 
     def add_content(self, block: Block) -> None:
-        """Queue unreferenced content as most recently used."""
-        level = level_of(block.index)
-        if level == SECONDARY:
-            self._secondary_changed = True
-        self.queues.add_content(block, level, self.now)
+        """Queue unreferenced content as most recently used; when it is busy, in this order once its Moves have ended."""
+        self.queues.note_release(block, self.now)
+        self._settle(block)
 
     def end_call(self) -> None:
         """Release the spares of this call's promotions. Not earlier: within the call their slots are still being read, and a
@@ -160,7 +156,7 @@ class BlockAllocator:
         self.queues.claim(block)
         spare = self._go_down(block)
         if spare is None:
-            self.add_content(block)
+            self._settle(block)
             return False
         self.queues.add_empty_last(spare, PRIMARY)
         return True
@@ -195,24 +191,32 @@ class BlockAllocator:
                     self.moves.discard(self.group, slot_of(spare.index))
                 self._settle(spare)
 
+    def expire(self) -> None:
+        """Let durations that have passed end: the blocks fall to the default priority."""
+        for record, priority in self.queues.refresh(self.now):
+            block = cast(Block, record)
+            self._may_write_ahead = True  # it may have been too low for NVMe before
+            if self.events.enabled and block.node is not None:
+                self.events.priority_changed(self.group, self.chain_key(block), priority, block.priority)
+
     # -- NVMe ------------------------------------------------------------------------------------------------------------
 
     def write_ahead(self) -> None:
         """Keep the coldest share of the secondary level clean: give its blocks an NVMe backing before anybody needs the slot."""
-        if not self.num_blocks[NVME] or not self._secondary_changed:
+        if not self.num_blocks[NVME] or not self._may_write_ahead:
             return
         share = int(self.rules.write_ahead_share * self.num_blocks[SECONDARY] + 0.999)
         # Never more than half of NVMe: beyond that, each new copy would cost another block of the same share its own.
         limit = min(share, (self.num_blocks[NVME] + 1) // 2, MAX_SCAN)
         coldest = self.queues.coldest(SECONDARY, self.rules.nvme_offload_min_priority, limit)
         if self.write_out([cast(Block, record) for record in coldest]):
-            self._secondary_changed = False
+            self._may_write_ahead = False
 
-    def write_out(self, blocks: list[Block]) -> bool:
+    def write_out(self, blocks: list[Block], keep_backings: bool = False) -> bool:
         """Start NVMe backings for queued blocks that can have one. False when some had to be left for later.
 
         A primary block is written from its secondary backing, which it gets now if there is a place for it: so it stays where
-        it is, and usable, while the file is written.
+        it is, and usable, while the file is written. ``keep_backings``: no other block gives up its NVMe backing for this.
         """
         for block in blocks:
             if (block.nvme_backing is not None or block.node is None or block.num_tokens != self.tokens_per_block
@@ -226,9 +230,9 @@ class BlockAllocator:
                 if backing is None or self.is_busy(backing):
                     continue
                 source = backing
-            target = self._take_nvme(block.priority)
+            target = self._take_nvme(block.priority, keep_backings)
             if target is None:
-                return True  # nothing on NVMe is worth less
+                continue  # nothing on NVMe is worth less than this block
             self.queues.claim(source)
             block.nvme_backing = target
             target.owner = block
@@ -240,19 +244,30 @@ class BlockAllocator:
 
     def _copy_down(self, block: Block) -> Block | None:
         """Give primary content a secondary backing, if that costs no other block its only copy."""
+        victim = self._replaceable_secondary(block.priority)
+        if victim is None:
+            return None
+        spare = self._vacate_secondary(victim)
+        self._move(block, spare, 0, b"")
+        spare.owner = block
+        block.secondary_backing = spare
+        self.queues.add_backing(spare, SECONDARY)
+        return spare
+
+    def _replaceable_secondary(self, priority: int) -> Block | None:
+        """A secondary handle without content, or else the coldest of this priority or less with a copy on NVMe."""
         front = self.queues.front(SECONDARY)
         if front is None:
             return None
-        victim = cast(Block, front)
-        if victim.has_content and victim.nvme_backing is None:
-            return None
-        spare = self._take_secondary(block.priority)
-        if spare is not None:
-            self._move(block, spare, 0, b"")
-            spare.owner = block
-            block.secondary_backing = spare
-            self.queues.add_backing(spare, SECONDARY)
-        return spare
+        if not cast(Block, front).has_content:
+            return cast(Block, front)
+        for record in self.queues.coldest(SECONDARY, self.rules.nvme_offload_min_priority, MAX_SCAN):
+            block = cast(Block, record)
+            if block.priority > priority:
+                break
+            if block.nvme_backing is not None and not self.is_busy(block.nvme_backing):
+                return block
+        return None
 
     def adopt_warm(self, slot: int, key: bytes, priority: int) -> None:
         """At start: this NVMe slot already holds the block with this chain key."""
@@ -271,7 +286,7 @@ class BlockAllocator:
         self.queues.claim(self.holders[NVME][slot])
         self.quarantined.add(slot)
 
-    def finish(self, move: Move, failed: bool) -> Block | None:
+    def finish(self, move: Move, failed: bool, source_is_bad: bool) -> Block | None:
         """A Move has ended. Returns the handle whose content is lost when it failed and the slot is still that Move's."""
         source_level = level_of(move.source)
         source_slot = slot_of(move.source)
@@ -284,23 +299,30 @@ class BlockAllocator:
             self._end_busy(level, slot)
         if level == NVME:
             self.writes_in_flight -= 1
-            self._secondary_changed = True
+            self._may_write_ahead = True
             if failed and target.owner is not None:
                 self._unlink_backing(target)
-            elif target.owner is None and not failed:
-                self.moves.discard(self.group, slot)  # written for a block that is gone by now
+            if target.owner is None:
+                # Written for a block that is gone by now; or not written, and then the row of what was there before may be left.
+                self.moves.discard(self.group, slot)
             self._settle_after_busy(target)
             self._settle_after_busy(source)
             return None
         lost = target if failed and self.generations[level][slot] == move.destination_generation else None
+        if lost is not None:
+            # Whoever keeps the handle computes its content again: copies of that must not fail because this Move did.
+            self.generations[level][slot] += 1
         if lost is not None and lost.owner is not None:
             self._unlink_backing(lost)  # its owner was read from here; that Move fails too and says so
         if source_level == NVME:
             if failed:
                 if source.owner is not None:
                     self._unlink_backing(source)
-                self.quarantined.add(source_slot)
-                self.counters.quarantined += 1
+                if source_is_bad:
+                    self.quarantined.add(source_slot)
+                    self.counters.quarantined += 1
+                else:
+                    self.moves.discard(self.group, source_slot)
             elif source.owner is None and not source.has_content:
                 self.moves.discard(self.group, source_slot)
             self._settle_after_busy(source)
@@ -362,10 +384,8 @@ class BlockAllocator:
         old = level_of(block.index)
         self._exchange(block, target)
         self._level_changed(block, old, level_of(block.index))
-        if not self.is_busy(block):
-            self.add_content(block)
-        else:
-            self.queues.note_release(block, self.now)
+        self.queues.note_use(block)  # not a release: its duration goes on
+        self._settle(block)
         return target
 
     def _take_secondary(self, priority: int) -> Block | None:
@@ -376,12 +396,16 @@ class BlockAllocator:
         victim = cast(Block, record)
         if victim.has_content and victim.priority > priority:
             return None
+        return self._vacate_secondary(victim)
+
+    def _vacate_secondary(self, victim: Block) -> Block:
+        """Claim a queued secondary handle and let go of its content. Returns the handle that has its slot now."""
         self.queues.claim(victim)
         if victim.owner is not None:
             self._unlink_backing(victim)
         elif victim.has_content:
             backing = victim.nvme_backing
-            if backing is not None and victim.priority >= self.rules.nvme_offload_min_priority:
+            if backing is not None and not self.is_busy(backing) and victim.priority >= self.rules.nvme_offload_min_priority:
                 self._unlink_backing(backing)
                 self.queues.claim(backing)
                 return self._swap_down(victim, backing)
@@ -389,9 +413,14 @@ class BlockAllocator:
             self.counters.dropped += 1
         return victim
 
-    def _take_nvme(self, priority: int) -> Block | None:
+    def _take_nvme(self, priority: int, keep_backings: bool) -> Block | None:
         """Like :meth:`_take_secondary`, one level down. The old row is deleted by whoever writes the slot."""
         record = self.queues.front(NVME)
+        if record is not None and cast(Block, record).owner is not None:
+            record = None if keep_backings else self._spare_backing()
+            if record is None:
+                coldest = self.queues.coldest(NVME, 0, 1)
+                record = coldest[0] if coldest else None
         if record is None:
             return None
         victim = cast(Block, record)
@@ -405,13 +434,22 @@ class BlockAllocator:
             self.counters.dropped += 1
         return victim
 
+    def _spare_backing(self) -> QueueRecord | None:
+        """The first NVMe backing of a primary block. That of a secondary block is what makes its slot clean: giving it up for the
+        next block to be written ahead would write the two in turns, for ever."""
+        for record in self.queues.backings(NVME, MAX_SCAN):
+            owner = cast(Block, record).owner
+            if owner is not None and level_of(owner.index) == PRIMARY:
+                return record
+        return None
+
     def _move(self, source: Block, target: Block, num_tokens: int, key: bytes) -> None:
         level = level_of(target.index)
         slot = slot_of(target.index)
         if level != PRIMARY:  # a primary slot got its generation from take()
             self.generations[level][slot] += 1
         self.moves.move(self.group, source.id, source.index, self.generations[level_of(source.index)][slot_of(source.index)],
-                        target.index, self.generations[level][slot], num_tokens, key, source.priority)
+                        target.index, self.generations[level][slot], num_tokens, key, (source.owner or source).priority)
 
     def _exchange(self, left: Block, right: Block) -> None:
         left.index, right.index = right.index, left.index
@@ -438,6 +476,8 @@ class BlockAllocator:
             return
         if level == NVME and slot_of(handle.index) in self.quarantined:
             return
+        if level != PRIMARY:
+            self._may_write_ahead = True
         if handle.owner is not None:
             self.queues.add_backing(handle, level)
         elif handle.has_content:

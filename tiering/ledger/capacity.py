@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtier.pools.pool_index import NUM_LEVELS, NVME, level_of
 from kvtier.tiering.ledger.admission import present_prefix
-from kvtier.tiering.ledger.key import BlockKey, Namespace, TokenKeys, multimodal_keys
+from kvtier.tiering.ledger.key import BlockKey, Namespace, TokenKeys, multimodal_keys, next_chain_key
 from kvtier.tiering.ledger.ledger import GROUP, Ledger
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.sequence import ActiveSequence
@@ -119,13 +119,8 @@ def truncate(ledger: Ledger, request: Request, keep_tokens: int) -> int:
     """
     keys = TokenKeys(request, ledger.tokens_per_block)
     namespace = Namespace(ledger.rules.namespace_seed, request)
-    forgotten = 0
-    _walk, warm = warm_prefix(ledger.tree, ledger.allocator, namespace, keys, request.num_tokens)
     first = _blocks(keep_tokens, ledger.tokens_per_block)
-    for number, block in warm:
-        if number >= first:
-            ledger.allocator.forget(block)
-            forgotten += 1
+    forgotten = _forget_warm(ledger, namespace, keys, first)
     root = ledger.tree.find_root(namespace)
     if root is None:
         return forgotten
@@ -143,8 +138,29 @@ def truncate(ledger: Ledger, request: Request, keep_tokens: int) -> int:
             for block in reversed(doomed):
                 ledger.allocator.forget(block)
                 forgotten += 1
-            break
+            return forgotten
         number += count
+    # All full blocks are kept, or there are none beyond: what is left is a stored tail that is part of this prompt.
+    if number >= first:
+        for shared, block in ledger.tree.partial_candidates(walk, keys, request.num_tokens, GROUP):
+            if shared == block.num_tokens:
+                ledger.allocator.forget(block)
+                forgotten += 1
+    return forgotten
+
+
+def _forget_warm(ledger: Ledger, namespace: Namespace, keys: TokenKeys, first: int) -> int:
+    """Forget what NVMe has held since the start of blocks ``first`` and later, whatever is stored or missing between them."""
+    forgotten = 0
+    parent = namespace.chain_seed
+    for number in range(keys.num_tokens // keys.tokens_per_block):
+        if not ledger.allocator.warm:
+            break
+        parent = next_chain_key(parent, keys.block_key(number, keys.tokens_per_block))
+        block = ledger.allocator.warm.get(parent)
+        if block is not None and number >= first:
+            ledger.allocator.forget(block)
+            forgotten += 1
     return forgotten
 
 

@@ -4,8 +4,10 @@ Inside the process a block is identified by its namespace and by the tokens them
 events) it is named by a SHA-256 chain over the same bytes, seeded with the namespace.
 
 Encoding of one block of tokens: 4 bytes per token (int32); 12 where the namespace carries extra ids (int32, uint64). A block
-that multimodal items overlap gets a suffix: the letter ``M``, then per overlapping run the item's digest and the offset inside
-the item. The letter makes the length odd, so such a key never equals a plain one.
+that multimodal items overlap gets a suffix: the letter ``M``, then per overlapping run the item's digest, the offset inside the
+item, where in the block the run starts and how long it is there. Without the last two, an item one token further on would have
+the same key where a text token happens to equal the item's placeholder. The letter makes the length odd, so such a key never
+equals a plain one.
 """
 
 from __future__ import annotations
@@ -69,17 +71,24 @@ def next_chain_key(parent: bytes, block_key: bytes) -> bytes:
     return hashlib.sha256(parent + block_key).digest()
 
 
-def multimodal_keys(items: tuple[MultimodalItem, ...], start: int, end: int) -> list[tuple[bytes, int]]:
-    """(digest, offset inside the item) of each run that overlaps prompt positions [start, end)."""
-    found: list[tuple[bytes, int]] = []
+def multimodal_runs(items: tuple[MultimodalItem, ...], start: int, end: int) -> list[tuple[int, int, bytes, int]]:
+    """Each run that overlaps prompt positions [start, end): (position behind ``start``, tokens, digest, offset inside the item)."""
+    found: list[tuple[int, int, bytes, int]] = []
     for item in items:
         before = 0  # the item's own tokens in its earlier runs
         for run_start, length in item.runs:
-            overlap = max(start, run_start)
-            if overlap < min(end, run_start + length):
-                found.append((item.digest, before + overlap - run_start))
+            first = max(start, run_start)
+            last = min(end, run_start + length)
+            if first < last:
+                found.append((first - start, last - first, item.digest, before + first - run_start))
             before += length
+    found.sort()  # the order in which a request lists its items means nothing
     return found
+
+
+def multimodal_keys(items: tuple[MultimodalItem, ...], start: int, end: int) -> list[tuple[bytes, int]]:
+    """(digest, offset inside the item) of each run that overlaps prompt positions [start, end), in prompt order."""
+    return [(digest, offset) for _position, _tokens, digest, offset in multimodal_runs(items, start, end)]
 
 
 class TokenKeys:
@@ -99,9 +108,10 @@ class TokenKeys:
         self.suffixes: dict[int, bytes] = {}
         if request.multimodal:
             for block in range((request.num_tokens + tokens_per_block - 1) // tokens_per_block):
-                overlapping = multimodal_keys(request.multimodal, block * tokens_per_block, (block + 1) * tokens_per_block)
-                if overlapping:
-                    self.suffixes[block] = b"M" + b"".join(digest + struct.pack("<Q", offset) for digest, offset in overlapping)
+                runs = multimodal_runs(request.multimodal, block * tokens_per_block, (block + 1) * tokens_per_block)
+                if runs:
+                    self.suffixes[block] = b"M" + b"".join(
+                        struct.pack("<32sQII", digest, offset, position, tokens) for position, tokens, digest, offset in runs)
 
     def append(self, token: int) -> None:
         """One more token; the caller has checked that it fits int32."""

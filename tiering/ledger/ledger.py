@@ -97,13 +97,15 @@ class Ledger:
                 planner.plan(plan)
             else:
                 planner.plans.append(plan)
-        self._require(planner.needed_primary(), planner.protected_primary(), f"requests {sorted(batch_ids)}")
+        if planner.needed_primary() > self._available(planner.protected()):
+            planner.give_up_copies()
+        self._require(planner.needed_primary(), planner.protected(), f"requests {sorted(batch_ids)}")
         return self._carry_out(planner.plans)
 
     def _carry_out(self, plans: list[AdmissionPlan]) -> list[ActiveSequence]:
         allocator = self.allocator
         sequences: list[ActiveSequence] = []
-        copiers: dict[int, int] = {}  # copies still to be made of each partially matched block
+        takers: dict[int, int] = {}  # how many sequences have yet to copy or take over each partially matched block
         for plan in plans:  # claim everything that anybody matched before anything is taken
             sequence = ActiveSequence(plan.request, plan.keys, plan.namespace, self._next_order)
             self._next_order += 1
@@ -115,15 +117,14 @@ class Ledger:
             if plan.partial is not None:
                 sequence.origin_levels.append(level_of(plan.partial.index))
                 allocator.queues.claim(plan.partial)
-                if not plan.in_place:
-                    copiers[plan.partial.id] = copiers.get(plan.partial.id, 0) + 1
+                takers[plan.partial.id] = takers.get(plan.partial.id, 0) + 1
         for plan, sequence in zip(plans, sequences, strict=True):
-            self._fill(plan, sequence, copiers)
+            self._fill(plan, sequence, takers)
             self.sequences[sequence.id] = sequence
         allocator.end_call()
         return sequences
 
-    def _fill(self, plan: AdmissionPlan, sequence: ActiveSequence, copiers: dict[int, int]) -> None:
+    def _fill(self, plan: AdmissionPlan, sequence: ActiveSequence, takers: dict[int, int]) -> None:
         """Give one sequence its blocks: promote what matched, take the rest."""
         allocator = self.allocator
         counters = self.counters
@@ -139,15 +140,16 @@ class Ledger:
             self.tree.detach(partial, GROUP)
             allocator.drop_backings(partial)  # they hold what is about to be overwritten
             allocator.promote(partial)
-            self._set_retention(plan.request, len(plan.matches), partial)
+            self._set_retention(plan.request, len(plan.matches), partial, partial.priority, 0.0)
             partial.ref_count += 1
             sequence.blocks.append(partial)
         elif partial is not None:
-            target = self._take_for(plan.request, len(plan.matches))
+            target = self._take_for(plan.request, len(plan.matches), partial.priority, partial.duration)
             allocator.copy(partial, target, plan.partial_tokens)
             sequence.blocks.append(target)
-            copiers[partial.id] -= 1
-            if copiers[partial.id] == 0 and partial.ref_count == 0 and partial.node is not None and not allocator.is_busy(partial):
+            takers[partial.id] -= 1
+            # A source that somebody still wants must not be queued: the next block taken could be it.
+            if takers[partial.id] == 0 and partial.ref_count == 0:
                 allocator.add_content(partial)
         sequence.num_prefix_blocks = len(sequence.blocks)
         while len(sequence.blocks) < plan.num_blocks:
@@ -180,12 +182,13 @@ class Ledger:
         needed = 0
         for request_id, appended in zip(ids, tokens, strict=True):
             sequence = self.sequence(request_id)
+            _require_reported(sequence)
             for token in appended:
                 check_token(request_id, token)
             if appended:
                 needed += self._blocks_for(sequence.num_tokens + len(appended)) - len(sequence.blocks)
                 needed += self._must_copy_tail(sequence)
-        self._require(needed, 0, f"one more step of requests {list(ids)}")
+        self._require(needed, set(), f"one more step of requests {list(ids)}")
         for request_id, appended in zip(ids, tokens, strict=True):
             if appended:
                 self._append(self.sequences[request_id], appended)
@@ -207,6 +210,7 @@ class Ledger:
     def mark_computed(self, request_id: int, num_tokens: int) -> None:
         """The first ``num_tokens`` tokens have their keys and values in the pool now."""
         sequence = self.sequence(request_id)
+        _require_reported(sequence)
         if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or not sequence.computed <= num_tokens <= sequence.num_tokens:
             raise RequestError(f"request {request_id}: mark_computed({num_tokens!r}); {sequence.computed} are computed already and the "
                                f"sequence has {sequence.num_tokens} tokens (rewind() takes tokens back)")
@@ -234,7 +238,7 @@ class Ledger:
         """The sequence's block at this position, alone in holding it and out of the tree, so that it may be written."""
         sequence = self.sequence(request_id)
         if sequence.blocks[position].ref_count > 1:
-            self._require(1, 0, f"a private copy for request {request_id}")
+            self._require(1, set(), f"a private copy for request {request_id}")
         self._make_writable(sequence, position)
         return sequence.blocks[position]
 
@@ -325,14 +329,11 @@ class Ledger:
             return
         if block.node is None:
             raise RequestError(f"block {block_id}: found on NVMe at start and not matched yet; its tokens are unknown")
-        self._require(1, 0, f"block {block_id}")
+        self._require(1, set(), f"block {block_id}")
         self.allocator.queues.claim(block)
         self.allocator.promote(block)
         self.allocator.end_call()
-        if not self.allocator.is_busy(block):
-            self.allocator.add_content(block)
-        else:
-            self.allocator.queues.note_release(block, self.allocator.now)
+        self.allocator.add_content(block)
 
     def _idle(self, block_id: int, verb: str) -> Block:
         block = self.block(block_id)
@@ -343,24 +344,29 @@ class Ledger:
 
     # -- time and Moves --------------------------------------------------------------------------------------------------
 
-    def refresh(self, now: float) -> None:
-        """Once per engine step: let durations expire and write cold blocks ahead to NVMe."""
+    def refresh(self, now: float, may_write: bool = True) -> None:
+        """Once per engine step: let durations expire and, if NVMe takes writes, write cold blocks ahead."""
         self.set_time(now)
-        self.allocator.queues.refresh(now)
-        self.allocator.write_ahead()
+        self.allocator.expire()
+        if may_write:
+            self.allocator.write_ahead()
 
     def write_everything_out(self) -> bool:
         """Start NVMe copies of all unreferenced content that may have one. False while some had to be left for later."""
         priority = max(self.rules.nvme_offload_min_priority, self.rules.secondary_offload_min_priority)
         for level in (SECONDARY, PRIMARY):
             coldest = self.allocator.queues.coldest(level, priority, self.allocator.num_blocks[level])
-            if not self.allocator.write_out([cast(Block, record) for record in coldest]):
+            # Where NVMe is too small for all, exchanging one block's copy for another's would never end.
+            if not self.allocator.write_out([cast(Block, record) for record in coldest], True):
                 return False
         return self.allocator.writes_in_flight == 0
 
-    def finish(self, move: Move, failed: bool) -> None:
-        """A Move has ended. When it failed, its content is lost to everybody who holds it."""
-        lost = self.allocator.finish(move, failed)
+    def finish(self, move: Move, failed: bool, source_is_bad: bool = True) -> None:
+        """A Move has ended. When it failed, its content is lost to everybody who holds it.
+
+        ``source_is_bad``: a failed read condemns the NVMe slot. False where the file was good and the way from there failed.
+        """
+        lost = self.allocator.finish(move, failed, source_is_bad)
         if lost is not None:
             self.counters.lost += 1
             self._lose(lost)
@@ -381,8 +387,8 @@ class Ledger:
 
     def _replace_prefix_from(self, sequence: ActiveSequence, first: int) -> None:
         """Exchange a failed block and the reused blocks behind it for private ones: the engine will compute them again."""
-        sequence.valid = min(sequence.valid, first * self.tokens_per_block)
-        sequence.computed = min(sequence.computed, sequence.valid)
+        sequence.computed = min(sequence.computed, first * self.tokens_per_block)
+        sequence.valid = min(sequence.valid, sequence.computed)
         sequence.must_report = True
         for position in range(first, max(sequence.num_prefix_blocks, first + 1)):
             block = sequence.blocks[position]
@@ -444,20 +450,22 @@ class Ledger:
     def _blocks_for(self, num_tokens: int) -> int:
         return (num_tokens + self.tokens_per_block - 1) // self.tokens_per_block
 
-    def _take_for(self, request: Request, position: int) -> Block:
-        """A referenced primary block for the prompt block at ``position``, with the request's retention."""
+    def _take_for(self, request: Request, position: int, priority: int = DEFAULT_PRIORITY, duration: float = 0.0) -> Block:
+        """A referenced primary block for the prompt block at ``position``, with the request's retention or else the given one."""
         block = self.allocator.take(DEFAULT_PRIORITY, 0.0)
-        self._set_retention(request, position, block)
+        self._set_retention(request, position, block, priority, duration)
         block.ref_count = 1
         return block
 
-    def _set_retention(self, request: Request, position: int, block: Block) -> None:
-        priority: int | None = None
-        duration: float | None = None
+    def _set_retention(self, request: Request, position: int, block: Block, priority: int, duration: float) -> None:
+        """Retention of a block that is in no queue and in no tree; ``priority`` and ``duration`` apply where the request says nothing."""
+        asked: int | None = None
+        asked_duration: float | None = None
         if request.retention is not None:
-            priority, duration = request.retention.for_position(position * self.tokens_per_block)
-        block.priority = DEFAULT_PRIORITY if priority is None else priority
-        block.duration = duration or 0.0
+            asked, asked_duration = request.retention.for_position(position * self.tokens_per_block)
+        block.priority = priority if asked is None else asked
+        block.duration = duration if asked is None else asked_duration or 0.0
+        block.expires_at = 0.0
 
     def _apply_retention(self, request: Request, position: int, block: Block) -> None:
         """A match may raise or lower the priority of what it matched; a duration is always replaced."""
@@ -476,24 +484,51 @@ class Ledger:
                 self.events.priority_changed(GROUP, self.allocator.chain_key(block), block.priority, priority)
             block.priority = priority
 
-    def _require(self, needed: int, held: int, what: str) -> None:
-        """Raise CapacityError unless ``needed`` primary blocks can be taken beside the ``held`` ones."""
-        available = self.allocator.queues.free[PRIMARY] - held
+    def _require(self, needed: int, wanted: set[int], what: str) -> None:
+        """Raise CapacityError unless ``needed`` primary blocks can be taken beside the ``wanted`` ones, which must stay."""
+        available = self._available(wanted)
         if needed <= available:
             return
         total = self.allocator.num_blocks[PRIMARY]
-        preempt: list[int] = []
-        gained = available
-        for sequence in sorted(self.sequences.values(), key=_admission_order, reverse=True):
-            if gained >= needed:
-                break
-            gained += sum(1 for block in sequence.blocks if block.ref_count == 1)
-            preempt.append(sequence.id)
-        if gained < needed:
-            preempt = []
+        preempt = self._whom_to_preempt(needed - available, wanted)
+        busy = sum(1 for block in self.allocator.holders[PRIMARY] if block.ref_count == 0 and self.allocator.is_busy(block))
         remedy = (f"pre-empt requests {preempt}" if preempt else
+                  f"try again when {busy} blocks are free that a file is being read into" if busy and needed <= total else
                   f"enlarge primary (now {total} blocks of {self.tokens_per_block} tokens) or send fewer tokens")
-        raise CapacityError(f"{what}: {needed} primary blocks needed, {available} available of {total}; {remedy}", needed, available, preempt)
+        raise CapacityError(f"{what}: {needed} primary blocks needed, {available} available of {total}; {remedy}", needed, available,
+                            preempt)
+
+
+    def _available(self, wanted: set[int]) -> int:
+        """Free primary blocks beside the ``wanted`` ones."""
+        blocks = self.allocator.blocks
+        held = sum(1 for block_id in wanted if blocks[block_id].queue != NOT_QUEUED and level_of(blocks[block_id].index) == PRIMARY)
+        return self.allocator.queues.free[PRIMARY] - held
+
+    def _whom_to_preempt(self, missing: int, wanted: set[int]) -> list[int]:
+        """Sequences, newest first, whose end frees ``missing`` blocks that are not ``wanted``; none when all of them would not."""
+        references: dict[int, int] = {}  # that are left: a shared block is free when the last of its sequences has ended
+        preempt: list[int] = []
+        for sequence in sorted(self.sequences.values(), key=_admission_order, reverse=True):
+            preempt.append(sequence.id)
+            for block in sequence.blocks:
+                left = references.get(block.id, block.ref_count) - 1
+                references[block.id] = left
+                if left == 0 and block.id not in wanted and not self.allocator.is_busy(block):
+                    missing -= 1
+            if missing <= 0:
+                return preempt
+        return []
+
+
+def _require_reported(sequence: ActiveSequence) -> None:
+    """An engine that does not know of a failed read computes on tokens that are not there: refuse what it says about them."""
+    if sequence.must_preempt:
+        raise RequestError(f"request {sequence.id}: a block whose read failed could not be replaced; remove this sequence and admit it "
+                           "again")
+    if sequence.must_report:
+        raise RequestError(f"request {sequence.id}: a read failed and {sequence.valid} of {sequence.prepopulated} reused tokens are left; "
+                           "wait until it is ready and compute from there")
 
 
 def _warm_order(row: WarmRow) -> int:

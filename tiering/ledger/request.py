@@ -39,15 +39,17 @@ def token_bytes(tokens: object, name: str = "tokens") -> bytes:
     if not isinstance(values, list | tuple | range):
         raise RequestError(f"{name}={type(tokens).__name__}: pass a sequence of ints or an int32 buffer")
     try:
-        return array("i", values).tobytes()
+        if bool not in set(map(type, values)):  # a mask is no prompt, though Python counts with it
+            return array("i", values).tobytes()
     except (OverflowError, TypeError):
-        for position, value in enumerate(values):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise RequestError(f"{name}[{position}]={value!r}: token ids are whole numbers") from None
-            if not INT32_MIN <= value <= INT32_MAX:
-                raise RequestError(
-                    f"{name}[{position}]={value}: outside int32 ({INT32_MIN}..{INT32_MAX}); pass token ids of the model's vocabulary") from None
-        raise RequestError(f"{name}: not a sequence of int32 token ids") from None
+        pass  # which value it was, and why, is said below
+    for position, value in enumerate(values):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise RequestError(f"{name}[{position}]={value!r}: token ids are whole numbers")
+        if not INT32_MIN <= value <= INT32_MAX:
+            raise RequestError(f"{name}[{position}]={value}: outside int32 ({INT32_MIN}..{INT32_MAX}); pass token ids of the model's "
+                               "vocabulary")
+    raise RequestError(f"{name}: not a sequence of int32 token ids")
 
 
 class MultimodalItem:
@@ -63,13 +65,14 @@ class MultimodalItem:
 
     def __init__(self, digest: bytes, runs: Sequence[tuple[int, int]]) -> None:
         if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
-            raise RequestError(f"digest: {len(digest)} bytes; a content digest has {DIGEST_BYTES} (for example a SHA-256)")
+            raise RequestError(f"digest={digest!r}: a content digest is {DIGEST_BYTES} bytes (for example a SHA-256)")
         if not runs:
             raise RequestError("runs=[]: a multimodal item needs the (start, length) runs of its tokens")
         end = 0
         for start, length in runs:
             if start < end or length <= 0:
-                raise RequestError(f"runs: ({start}, {length}) after position {end}; runs ascend, do not overlap and have a positive length")
+                raise RequestError(f"runs: ({start}, {length}) after position {end}; runs ascend, do not overlap and have a positive "
+                                   "length")
             end = start + length
         self.digest = digest
         self.runs: tuple[tuple[int, int], ...] = tuple((start, length) for start, length in runs)

@@ -91,12 +91,12 @@ def warm_prefix(tree: ReuseTree, allocator: BlockAllocator, namespace: Namespace
         if walk.nodes:
             node, count = walk.end()
             parent = node.chain_key(count - 1)
-    for number in range(number, num_tokens // keys.tokens_per_block):
-        parent = next_chain_key(parent, keys.block_key(number, keys.tokens_per_block))
+    for behind in range(number, num_tokens // keys.tokens_per_block):
+        parent = next_chain_key(parent, keys.block_key(behind, keys.tokens_per_block))
         block = allocator.warm.get(parent)
         if block is None:
             break
-        found.append((number, block))
+        found.append((behind, block))
     return walk, found
 
 

@@ -51,18 +51,23 @@ class Node:
 
     def chain_key(self, position: int) -> bytes:
         """SHA-256 chain key of one block of the run, computed when first asked for."""
-        chain = self.chain
-        if len(chain) <= position:
+        if len(self.chain) > position:
+            return self.chain[position]
+        path: list[Node] = []  # upwards to the first node whose chain is complete; a loop, for paths can be thousands of nodes long
+        node = self
+        while node.parent is not None and len(node.chain) < node.length:
+            path.append(node)
+            node = node.parent
+        parent = node.namespace.chain_seed if node.parent is None else node.chain[-1]
+        for node in reversed(path):
+            chain = node.chain
+            end = position + 1 if node is self else node.length
             if chain:
                 parent = chain[-1]
-            elif self.parent is None or self.parent.parent is None:
-                parent = self.namespace.chain_seed
-            else:
-                parent = self.parent.chain_key(self.parent.length - 1)
-            while len(chain) <= position:
-                parent = next_chain_key(parent, self.block_key(len(chain)))
+            while len(chain) < end:
+                parent = next_chain_key(parent, node.block_key(len(chain)))
                 chain.append(parent)
-        return chain[position]
+        return self.chain[position]
 
     def parent_chain_key(self, position: int) -> bytes | None:
         """Chain key of the block before, None at the start of a prompt."""
@@ -241,7 +246,8 @@ class ReuseTree:
     def detach(self, block: Block, group: int) -> None:
         """Take a handle out of its place and prune what is empty because of it."""
         node = block.node
-        assert node is not None and node.values[group][block.position] is block
+        assert node is not None
+        assert node.values[group][block.position] is block
         node.values[group][block.position] = None
         node.present[group] -= 1
         block.node = None

@@ -1,0 +1,155 @@
+"""``kvtier demo``: a real model served through three tiers, compared with the same serving without reuse.
+
+Conversations that share a long system prompt are held twice over the same prompts: with a primary pool far too small for
+them and two levels behind it, and with reuse off. The answers must be the same token by token.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from kvtier.bench.demo_conversation import ChatFormat, stop_tokens
+from kvtier.bench.demo_model import load_demo_model
+from kvtier.bench.demo_plan import (
+    DEFAULT_TURNS,
+    DEFAULT_USERS,
+    QUICK_TURNS,
+    check_size,
+    plan_demo,
+    recompute_config,
+    tiered_config,
+)
+from kvtier.bench.demo_report import Totals, as_json, compare, print_report
+from kvtier.bench.demo_run import Run, converse, repeat
+from kvtier.bench.report import check_writable, write_json
+from kvtier.errors import ConfigError, KVTierError
+from kvtier.io.device import open_device
+from kvtier.pools.host_memory import usable_cpus
+
+SAME: Final = 0
+DIFFERENT: Final = 1
+
+
+def run_demo(device: str = "cpu", model: Path | None = None, config: Path | None = None, keep_nvme: Path | None = None,
+             json_file: Path | None = None, users: int | None = None, turns: int | None = None, quick: bool = False,
+             threads: int | None = None, console: Console | None = None) -> int:
+    """Run the demo and print what it found.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:N".
+        model: folder of a llama-, qwen- or smollm-type chat model; None for SmolLM2-135M-Instruct.
+        config: YAML or TOML file whose keys replace the demo's own settings of the tier.
+        keep_nvme: folder for the NVMe level that stays; a second run with the same folder starts warm.
+        json_file: where to write all figures.
+        users, turns: size of the demo; None for its own.
+        quick: fewer turns.
+        threads: torch threads; None for one per usable core.
+        console: where to print; None for standard output.
+
+    Returns:
+        0 when all answers are the same (near ties counted), 1 when not or when a request could not be answered.
+
+    Raises:
+        ConfigError: something asked for cannot be used.
+    """
+    users, turns = users or DEFAULT_USERS, turns or (QUICK_TURNS if quick else DEFAULT_TURNS)
+    check_size(users, turns)
+    if json_file is not None:
+        check_writable(json_file)
+    _check_device(device)
+    console = console or Console()
+    threads = threads or usable_cpus()
+    with _torch_threads(threads), _scratch() as scratch:
+        loaded = load_demo_model(model, device=device, say=lambda text: console.print(Text(text, style="dim"), soft_wrap=True))
+        stops = stop_tokens(loaded.model, loaded.tokenizer)
+        chat = ChatFormat(loaded.tokenizer, stops)
+        plan = plan_demo(chat, users, turns)
+        tiered = tiered_config(plan, config, keep_nvme, scratch)
+        console.print(f"[bold]{loaded.origin}[/bold] on {device}, float32, {threads} torch threads")
+        console.print(f"{plan.users} users x {plan.turns} turns, {plan.shared_tokens} tokens of prompt in common; "
+                      f"{plan.working_set_blocks} blocks of different content. Primary {tiered.primary}, secondary "
+                      f"{tiered.secondary}, NVMe {tiered.nvme} in {tiered.nvme_directory}. "
+                      f"Up to {tiered.max_batch_size} requests at a time.")
+        if not plan.is_quarter:
+            console.print("(so few users that a quarter of their blocks would not hold one request: primary is larger)")
+        try:
+            with _progress(console, plan.users * plan.turns) as (with_bar, without_bar):
+                with_tier = converse(loaded, chat, stops, plan, tiered, device, with_bar)
+                without = repeat(loaded, stops, with_tier.turns, recompute_config(plan, tiered), device, without_bar)
+        except ConfigError:
+            raise
+        except KVTierError as error:
+            console.print(Text(f"serving stopped: {error}", style="red"))
+            return DIFFERENT
+        comparison, totals = compare(with_tier.turns, without.turns), Totals.of(with_tier, without)
+        print_report(console, with_tier, without, comparison, totals)
+        next_command, why = _next_command(tiered.nvme_directory if keep_nvme is not None else None, with_tier)
+        if json_file is not None:
+            write_json(json_file, as_json(loaded, device, threads, plan, tiered, with_tier, without, comparison, totals,
+                                          next_command))
+    console.print(f"Next: [bold]{next_command}[/bold]   ({why})", soft_wrap=True)
+    return SAME if comparison.passed else DIFFERENT
+
+
+def _next_command(kept: Path | None, run: Run) -> tuple[str, str]:
+    """What to try next, and why."""
+    if kept is None:
+        return "kvtier demo --keep-nvme ~/kvtier-demo", "run it twice: the second run starts warm from NVMe"
+    counters = run.turns[0].counters
+    if counters is None or not counters.hit_tokens.nvme:
+        return f"kvtier demo --keep-nvme {shlex.quote(str(kept))}", "once more: it starts warm from NVMe then"
+    return f"kvtier bench nvme --directory {shlex.quote(str(kept.parent))}", "how fast the drive is, and kvtier on it"
+
+
+def _check_device(device: str) -> None:
+    """Raise ConfigError unless both kvtier and torch can use this device."""
+    open_device(device)
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r}: this torch ({torch.__version__}) cannot use CUDA; install a CUDA build of "
+                          "torch, or use device='cpu'")
+
+
+@contextmanager
+def _torch_threads(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder for the NVMe level of this run only."""
+    folder = Path(tempfile.mkdtemp(prefix="kvtier-demo-"))
+    try:
+        yield folder / "nvme"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _progress(console: Console, answers: int) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
+    """Two bars, one for each run."""
+    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("answers"),
+                  TimeElapsedColumn(), console=console) as progress:
+        with_tier = progress.add_task("with kvtier   ", total=answers)
+        without = progress.add_task("without reuse ", total=answers, start=False)
+
+        def reference() -> None:
+            progress.start_task(without)
+            progress.advance(without)
+
+        yield lambda: progress.advance(with_tier), reference

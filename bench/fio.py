@@ -1,0 +1,57 @@
+"""fio as a second yardstick for ``kvtier bench nvme``, where it is installed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.errors import TransferError
+
+_PATIENCE = 300.0
+
+
+@dataclass(frozen=True)
+class Fio:
+    """The fio program with the settings of one measurement.
+
+    Attributes:
+        program: path of the executable.
+        num_blocks, block_bytes: the file; ``num_blocks`` is a multiple of the threads used.
+        direct: with O_DIRECT.
+    """
+
+    program: str
+    num_blocks: int
+    block_bytes: int
+    direct: bool
+
+    def run(self, mode: str, path: Path, num_threads: int) -> float:
+        """Write ("write") or read ("read") the whole file once, synchronously, and return fio's own seconds.
+
+        fio counts in milliseconds and without its start. Writing makes a preallocated file; reading needs one.
+
+        Raises:
+            TransferError: fio failed, or said something that is no result.
+        """
+        share = self.num_blocks // num_threads * self.block_bytes
+        command = [self.program, "--name=kvtier", f"--filename={path}", f"--rw={mode}", f"--bs={self.block_bytes}",
+                   f"--size={share}", f"--offset_increment={share}", f"--numjobs={num_threads}", "--thread", "--ioengine=psync",
+                   f"--direct={int(self.direct)}", "--fallocate=posix", "--group_reporting", "--output-format=json"]
+        try:
+            found = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=True, cwd=path.parent)
+            # fio may put a remark in front of its JSON.
+            report = json.loads(found.stdout[found.stdout.index("{"):])
+            return max(float(report["jobs"][0][mode]["runtime"]), 1.0) / 1000.0
+        except subprocess.CalledProcessError as error:
+            lines = (error.stderr or error.stdout or "").strip().splitlines()
+            raise TransferError(f"fio failed with code {error.returncode}: {lines[0] if lines else 'it said nothing'}") from error
+        except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, IndexError, TypeError) as error:
+            raise TransferError(f"fio gave no result: {error!r}") from error
+
+
+def find_fio() -> str | None:
+    """The executable; None where fio is not installed."""
+    return shutil.which("fio")

@@ -1,0 +1,139 @@
+"""``kvtier bench copy`` on tiny pools: which rows there are, and that a wrong byte never becomes a figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier.bench import copy as copy_bench
+from kvtier.bench import report as report_module
+from kvtier.bench.copy import CopyPlan, run_copy
+from kvtier.errors import ConfigError
+from kvtier.io.copiers import Copier, HostCopier, host_rows, open_copiers
+from kvtier.pools.group_pools import GroupPools
+from kvtier.pools.host_arena import HostArena
+from kvtier.pools.host_memory import HostMemory
+from kvtier.pools.layout import KVLayout
+from kvtier.pools.pool_index import PRIMARY
+from kvtier.tiering import transfer
+
+TINY = CopyPlan(num_blocks=8, batch_blocks=3, rounds=3)
+SMALL_BLOCKS = CopyPlan(num_blocks=8, batch_blocks=3, rounds=3, group=KVLayout.uniform(2, 2, 64, "bfloat16", 8).groups[0])
+MAIN_ROWS = ["copy/primary->secondary/2MiB", "copy/secondary->primary/2MiB", "copy/primary->primary/2MiB"]
+
+
+def test_the_rows_are_named_as_the_design_says_and_each_stands_beside_memcpy(tmp_path: Path) -> None:
+    figures = tmp_path / "copy.json"
+    assert run_copy(figures, quick=True, plan=TINY) == 0
+    written = json.loads(figures.read_text())
+    rows = {row["name"]: row for row in written["results"]}
+    assert list(rows) == [name for main in MAIN_ROWS for name in (main, f"{main}/submit")] + [
+        "copy/primary->secondary/2MiB/runs", "copy/primary->primary/2MiB/partial"]
+    for name, row in rows.items():
+        assert 0.0 < row["low"] <= row["median"] <= row["high"]
+        if name.endswith("/submit"):
+            assert (row["unit"], row["limit"], row["ratio"]) == ("us/block", None, None)
+        else:
+            assert row["unit"] == "GB/s"
+            assert row["limit"]["name"] == "libc memcpy"
+            assert row["limit"]["value"] > 0.0
+            assert row["ratio"] > 0.0
+    assert written["config"]["block_bytes"] == 2 << 20
+    assert any("nothing crosses PCIe" in note for note in written["config"]["notes"])
+
+
+class WrongByte:
+    """Copies, and then turns one bit of the last block's first token over."""
+
+    def __init__(self, copier: Copier, destination: object) -> None:
+        self._copier = copier
+        self._destination = destination
+
+    def copy(self, pairs: Sequence[tuple[int, int]], num_tokens: int = 0) -> None:
+        self._copier.copy(pairs, num_tokens)
+        self._destination[pairs[-1][1], 20] ^= 1  # type: ignore[index]
+
+
+def test_one_wrong_byte_makes_a_row_invalid_and_the_exit_code_1(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def with_wrong_bytes(pools: GroupPools, staging: HostArena | None, device: str) -> dict[tuple[int, int], Copier]:
+        copiers = open_copiers(pools, staging, device)
+        copiers[PRIMARY, PRIMARY] = WrongByte(copiers[PRIMARY, PRIMARY], host_rows(pools.primary))
+        return copiers
+
+    monkeypatch.setattr(transfer, "open_copiers", with_wrong_bytes)
+    figures = tmp_path / "copy.json"
+    assert run_copy(figures, plan=SMALL_BLOCKS) == 1
+    written = json.loads(figures.read_text())
+    invalid = {entry["name"]: entry["reason"] for entry in written["config"]["invalid"]}
+    assert list(invalid) == ["copy/primary->primary/8KiB", "copy/primary->primary/8KiB/partial"]
+    assert "byte 20 is" in invalid["copy/primary->primary/8KiB"]
+    assert not invalid.keys() & {row["name"] for row in written["results"]}
+    assert "INVALID" in capsys.readouterr().out
+
+
+def test_a_copy_that_was_not_carried_out_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The bytes of the round before are still there: they must not pass for this round's.
+    calls = 0
+    genuine = HostCopier.copy
+
+    def lazy_in_the_third_round(self: HostCopier, pairs: Sequence[tuple[int, int]], num_tokens: int = 0) -> None:
+        nonlocal calls
+        calls += 1  # three batches per round
+        if not 6 < calls <= 9:
+            genuine(self, pairs, num_tokens)
+
+    monkeypatch.setattr(HostCopier, "copy", lazy_in_the_third_round)
+    figures = tmp_path / "copy.json"
+    assert run_copy(figures, plan=SMALL_BLOCKS) == 1
+    written = json.loads(figures.read_text())
+    assert [entry["name"] for entry in written["config"]["invalid"]] == ["copy/primary->secondary/8KiB"]
+
+
+def test_a_failed_copy_makes_its_row_invalid(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(self: HostCopier, pairs: Sequence[tuple[int, int]], num_tokens: int = 0) -> None:
+        raise RuntimeError("the bus is on fire")
+
+    monkeypatch.setattr(HostCopier, "copy", fail)
+    assert run_copy(plan=SMALL_BLOCKS) == 1
+    assert "the bus is on fire" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_unwritable_path_is_refused_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_bench, "_measure", lambda *_: pytest.fail("measured all the same"))
+    with pytest.raises(ConfigError, match="cannot be written"):
+        run_copy(tmp_path / "no-such-folder" / "copy.json", plan=SMALL_BLOCKS)
+
+
+def test_pools_that_do_not_fit_are_refused_before_they_are_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_bench, "_measure", lambda *_: pytest.fail("measured all the same"))
+    monkeypatch.setattr(report_module, "host_memory", lambda: HostMemory(1 << 20, 1 << 30, "MemAvailable", None))
+    with pytest.raises(ConfigError, match=r"wants 64\.00 MiB .* use --quick"):
+        run_copy(plan=TINY)
+
+
+@pytest.mark.parametrize("plan", [CopyPlan(3, 1, 1), CopyPlan(8, 0, 1), CopyPlan(8, 1, 0)])
+def test_a_plan_without_work_is_refused(plan: CopyPlan) -> None:
+    with pytest.raises(ConfigError, match="needs at least"):
+        run_copy(plan=plan)
+
+
+def test_the_pools_are_larger_than_the_last_level_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_bench, "last_level_cache_bytes", lambda: 512 << 20)
+    for quick in (True, False):
+        plan = CopyPlan.for_this_machine(quick)
+        assert plan.num_blocks // 2 * plan.group.block_bytes >= 1 << 30
+
+
+def test_torch_has_as_many_threads_afterwards_as_before() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run_copy(plan=SMALL_BLOCKS)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,129 @@
+"""What the serving loop knows: of the model two calls, of a request its answer so far and how much of it is in the pool."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from kvtier.errors import KVTierError
+from kvtier.tiering.ledger.request import Request
+
+
+class PagedModel(Protocol):
+    """A model that computes over block tables; calls and shapes as in ``AttachedModel``. Token ids lie below
+    ``vocabulary_size``."""
+
+    @property
+    def vocabulary_size(self) -> int: ...
+
+    def prefill(self, tokens: Sequence[int], past: int, table_row: torch.Tensor) -> torch.Tensor: ...
+
+    def decode(self, tokens: Sequence[int], pasts: Sequence[int], table: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass
+class Answer:
+    """What became of one request.
+
+    Attributes:
+        request_id, prompt_tokens: of the request as submitted.
+        tokens: generated token ids; ends with the stop token when one was sampled.
+        top_gaps: for each generated token, how far its logit was above the second best.
+        reused_tokens: tokens that did not have to be computed when the request first started.
+        first_token_seconds, seconds: from ``submit`` to the first token and to the end.
+        preemptions: how often the request had to make room for others and went on later.
+        error: None, or why the request ended early.
+    """
+
+    request_id: int
+    prompt_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    top_gaps: list[float] = field(default_factory=list)
+    reused_tokens: int = 0
+    first_token_seconds: float = 0.0
+    seconds: float = 0.0
+    preemptions: int = 0
+    error: KVTierError | None = None
+
+
+@dataclass
+class ServedSequence:
+    """A request on its way: waiting, loading (its reused blocks are promised, not there yet) or running."""
+
+    request: Request          #: as submitted; after a pre-emption, what is left to do of it
+    answer: Answer
+    max_new_tokens: int
+    arrived: float
+    tokens: list[int]         #: prompt and generated
+    reused: int = 0           #: leading tokens that reuse brought; while loading, promised
+    computed: int = 0         #: tokens whose keys and values are in the pool; while loading, the promised ones count
+    loading: bool = True
+    load_deadline: float = 0.0
+    has_started: bool = False
+    prompt_is_stored: bool = False
+
+    @classmethod
+    def of(cls, request: Request, arrived: float) -> ServedSequence:
+        """A request that has just arrived."""
+        tokens = array("i", request.token_bytes).tolist()
+        return cls(request, Answer(request.id, len(tokens)), request.max_new_tokens, arrived, tokens)
+
+    def start_loading(self, now: float, timeout: float) -> None:
+        self.loading = True
+        self.load_deadline = now + timeout
+
+    def confirm(self, valid: int) -> None:
+        """So many of the promised tokens are really there. After a bad read computing goes on where the good ones end."""
+        self.loading = False
+        if valid < self.reused:
+            self.computed = min(self.computed, valid)
+            self.reused = valid
+        if not self.has_started:
+            self.has_started = True
+            self.answer.reused_tokens = self.reused
+
+    @property
+    def id(self) -> int:
+        return self.request.id
+
+    @property
+    def decodes(self) -> bool:
+        """Only the newest token is left to compute, and it is a generated one."""
+        return len(self.tokens) - self.computed == 1 and bool(self.answer.tokens)
+
+    def chunk_end(self, chunk_size: int) -> int:
+        """Where the next prompt chunk ends: at the next absolute multiple of the chunk size, or with the tokens."""
+        return min(len(self.tokens), (self.computed // chunk_size + 1) * chunk_size)
+
+    def take(self, token: int, gap: float, now: float) -> None:
+        """Book a sampled token."""
+        if not self.answer.tokens:
+            self.answer.first_token_seconds = now - self.arrived
+        self.computed = len(self.tokens)
+        self.tokens.append(token)
+        self.answer.tokens.append(token)
+        self.answer.top_gaps.append(gap)
+
+    def interrupt(self, *, skip_read: bool) -> None:
+        """Make the request the one that goes on from here: prompt and answer so far are its new prompt."""
+        old = self.request
+        extra_ids = old.extra_ids
+        if extra_ids is not None:  # a generated token carries 0, as it did when it was appended
+            extra_ids = (*extra_ids, *[0] * (len(self.tokens) - len(extra_ids)))
+        self.request = Request(
+            old.id, self.tokens, lora_id=old.lora_id, cache_salt=old.cache_salt, extra_ids=extra_ids,
+            multimodal=old.multimodal, retention=old.retention,
+            max_new_tokens=self.max_new_tokens - len(self.answer.tokens), num_draft_tokens=old.num_draft_tokens,
+            skip_read=old.skip_read or skip_read, skip_write=old.skip_write, lora_digest=old.lora_digest,
+            extra_ids_digest=old.extra_ids_digest)
+        self.prompt_is_stored = False
+
+
+def greedy(logits: torch.Tensor) -> tuple[list[int], list[float]]:
+    """Best token of each row of ``[rows, vocabulary]``, and how far its logit is above the second best."""
+    best = torch.topk(logits.float(), 2, dim=-1)
+    return best.indices[:, 0].tolist(), (best.values[:, 0] - best.values[:, 1]).tolist()

@@ -1,0 +1,298 @@
+"""``TierCore``: ledger, pools, transfers and store under one lock (design: ledger rules, "Lock").
+
+Numbered records leave the ledger in order through an outbox and are issued under a submit lock. Nothing is copied, read from a
+file or waited for while either lock is held. I/O threads never touch the ledger: they fill the transfer manager's completion
+queue, which is drained on every entry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Final, Self
+
+import torch
+
+from kvtier.errors import ConfigError, CorruptBlock, KVTierError, RequestError, TransferError
+from kvtier.io.device import Device, open_device
+from kvtier.io.nvme_store import NvmeStore
+from kvtier.pools.group_pools import GroupPools
+from kvtier.pools.host_arena import HostArena
+from kvtier.pools.host_memory import free_disk_bytes, host_memory
+from kvtier.pools.layout import KVLayout
+from kvtier.pools.nvme_geometry import NvmeGeometry
+from kvtier.pools.pool_index import NVME, level_of, slot_of
+from kvtier.pools.primary import PrimaryPool
+from kvtier.pools.sizing import FreeSpace, PoolSizes, resolve_sizes
+from kvtier.tiering.config import TierConfig
+from kvtier.tiering.event_queue import EventQueue
+from kvtier.tiering.ledger.events import Event
+from kvtier.tiering.ledger.invariants import verify
+from kvtier.tiering.ledger.ledger import Ledger, LedgerRules
+from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
+from kvtier.tiering.statistics import Stats, TierCounters, TransferTotals, collect_counters, collect_levels, since
+from kvtier.tiering.transfer import TransferManager
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION: Final = 1
+
+
+class TierCore:
+    """What every way to attach has in common. Arguments and errors: see ``KVCacheManager``."""
+
+    def __init__(self, layout: KVLayout, config: TierConfig, device: str = "cpu", model: str | None = None) -> None:
+        self.layout = layout
+        self.config = config
+        self.model = model
+        self._clock = config.clock
+        self._device: Device = open_device(device)
+        device = self._device.name  # "cuda" is one particular device from here on, also where torch's current one is another
+        if config.gds == "required":
+            raise ConfigError("gds='required': GPUDirect Storage is not included yet; use 'auto' or 'off'")
+        sizes = _sizes(layout, config, device)
+        if sizes.nvme[0] and not model:
+            raise ConfigError(f"model={model!r}: an NVMe level needs model=\"name@revision:weights-digest\", so that another model's "
+                              "blocks are never served")
+        self._namespace = json.dumps({"format": FORMAT_VERSION, "model": model or "", "layout": json.loads(layout.describe()), "ranks": 1},
+                                     sort_keys=True)
+        self._lock = threading.RLock()
+        self._submit_lock = threading.Lock()
+        self._outbox: deque[Move | Discard] = deque()
+        self._num_queued = 0  # records put into the outbox so far, and records issued
+        self._num_issued = 0
+        self._closed = False
+        self._events = EventQueue(config.event_buffer_max_size)
+        self._totals = TransferTotals()
+        self._prefill_rate: float | None = None
+        self._ledger = _ledger(config, sizes, layout.tokens_per_block, hashlib.sha256(self._namespace.encode()).digest())
+        group = layout.groups[0]
+        with ExitStack() as undo:  # what fails here must not leave the directory locked
+            self.store = self._open_store(sizes)
+            if self.store is not None:
+                undo.callback(self.store.close, 1.0)
+            self.pools = GroupPools(group, PrimaryPool(group, sizes.primary[0], device),
+                                    HostArena(sizes.secondary[0], group.block_bytes, device != "cpu") if sizes.secondary[0] else None)
+            undo.callback(self.pools.close)
+            self.transfers = TransferManager(self._device, [self.pools], self.store, faults=config.faults,
+                                             read_threads=config.read_threads)
+            undo.pop_all()
+        self._iteration_start = self._iteration_end = collect_counters(self._ledger, self._totals)
+
+    # -- once per step, events, statistics -------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Once per engine step: expiry, finished transfers, write-ahead to NVMe, events."""
+        with self.locked() as ledger:
+            # Room on NVMe is made by forgetting blocks: not for writes that a full or failing disk refuses anyway.
+            ledger.refresh(self._clock(), self.store is not None and self.store.accepts_writes)
+            self._events.put(ledger.events.flush())
+            self._iteration_start, self._iteration_end = self._iteration_end, collect_counters(ledger, self._totals)
+
+    def flush(self, timeout: float = 60.0) -> bool:
+        """Finish all transfers and write all unreferenced content that may go to NVMe, as far as there is room for it.
+
+        False when time ran out first, or when the store takes no writes for the moment (full or failing disk).
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            accepts_writes = self.store is None or self.store.accepts_writes
+            with self.locked() as ledger:
+                is_complete = self.store is None or not accepts_writes or ledger.write_everything_out()
+            if not self.transfers.idle(max(deadline - time.monotonic(), 0.0)):
+                return False
+            if is_complete:
+                return accepts_writes
+
+    def flush_events(self) -> None:
+        """Hand over the events so far to :meth:`poll_events`."""
+        with self.locked() as ledger:
+            self._events.put(ledger.events.flush())
+
+    def poll_events(self, timeout: float = 0.0) -> list[Event]:
+        """Flushed events, oldest first; waits up to ``timeout`` seconds for the first."""
+        self._require_open()
+        return self._events.take(timeout)
+
+    def report_prefill(self, tokens: int, seconds: float) -> None:
+        """The engine computed ``tokens`` prompt tokens in ``seconds``: kept as a moving average, for load-or-recompute decisions."""
+        if tokens <= 0 or not math.isfinite(seconds) or seconds <= 0.0:
+            raise RequestError(f"report_prefill({tokens!r}, {seconds!r}): both must be positive")
+        with self.locked():
+            rate = tokens / seconds
+            self._prefill_rate = rate if self._prefill_rate is None else 0.9 * self._prefill_rate + 0.1 * rate
+
+    def stats(self) -> Stats:
+        """Everything counted since the start, and what the levels hold now."""
+        with self.locked() as ledger:
+            primary, secondary, nvme = collect_levels(ledger)
+            return Stats(**vars(collect_counters(ledger, self._totals)), primary=primary, secondary=secondary, nvme=nvme,
+                         leases=len(ledger.leases), sequences=len(ledger.sequences), dropped_events=self._events.dropped,
+                         prefill_tokens_per_second=self._prefill_rate)
+
+    def iteration_stats(self) -> TierCounters:
+        """What was counted between the last two calls of :meth:`refresh`."""
+        with self.locked():
+            return since(self._iteration_end, self._iteration_start)
+
+    def verify(self) -> None:
+        """Raise LedgerError naming the first broken invariant."""
+        with self.locked() as ledger:
+            verify(ledger)
+
+    # -- the end ---------------------------------------------------------------------------------------------------------
+
+    def reset(self, timeout: float = 60.0) -> None:
+        """Forget all cached content on all levels, stores in flight included, before it returns (new weights, for example).
+
+        Raises:
+            RequestError: sequences or leases are active.
+            TransferError: transfers did not end in time; nothing has been forgotten.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            with self.locked() as ledger:
+                if not any(ledger.allocator.num_busy) or ledger.sequences or ledger.leases:
+                    ledger.reset()
+                    break
+            if not self.transfers.idle(max(deadline - time.monotonic(), 0.0)) or time.monotonic() > deadline:
+                raise TransferError(f"reset: transfers did not end within {timeout} s; nothing was forgotten, try again")
+        if self.store is not None:
+            self.transfers.idle(max(deadline - time.monotonic(), 0.0))
+            self.store.clear()
+
+    def close(self, timeout: float = 10) -> None:
+        """End all transfers and let go of memory, files and the directory's lock. Bounded by ``timeout``; may be called again."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        deadline = time.monotonic() + timeout
+        is_quiet = self._settle(deadline) and self.transfers.close(max(deadline - time.monotonic(), 0.1))
+        if not is_quiet:
+            is_quiet = self.transfers.close(0.1)
+        self._events.close()
+        if self.store is not None:
+            self.store.close(max(deadline - time.monotonic(), 0.5))
+        if is_quiet:
+            self.pools.close()
+        else:
+            logger.warning("close: a transfer still ran after %s s; the pools' memory stays allocated because it may be in use", timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # -- inside ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def locked(self) -> Iterator[Ledger]:
+        """The ledger, with finished transfers drained into it before and new records issued in order after."""
+        try:
+            with self._lock:
+                self._require_open()
+                self._ledger.set_time(self._clock())
+                self._drain()
+                try:
+                    yield self._ledger
+                finally:
+                    self._queue_records()
+        finally:
+            self._submit()  # also after an error: what was drained may have left records
+
+    def _queue_records(self) -> None:
+        records = self._ledger.moves.take()
+        self._num_queued += len(records)
+        self._outbox.extend(records)
+
+    def _submit(self) -> None:
+        """Issue what is in the outbox. Whoever holds the submit lock issues everybody's records, in order."""
+        with self._submit_lock:
+            records: list[Move | Discard] = []
+            while self._outbox:
+                records.append(self._outbox.popleft())
+            if records:
+                self.transfers.issue(records)
+                self._num_issued += len(records)
+
+    @property
+    def _all_issued(self) -> bool:
+        """Whether the transfers know of every record. While another thread is about to issue some, they know of fewer."""
+        return self._num_issued == self._num_queued
+
+    def _settle(self, deadline: float) -> bool:
+        """Let everything issued end, and what the ledger then wants deleted from NVMe. False when time ran out."""
+        self._submit()
+        if not self.transfers.idle(max(deadline - time.monotonic(), 0.0)):
+            return False
+        with self._lock:
+            self._drain()
+            self._queue_records()
+        self._submit()
+        return self.transfers.idle(max(deadline - time.monotonic(), 0.0))
+
+    def _drain(self) -> None:
+        for result in self.transfers.drain():
+            move = result.move
+            if result.error is None:
+                self._totals.add(level_of(move.source), level_of(move.destination), result.num_bytes, result.seconds)
+                self._ledger.finish(move, False)
+                continue
+            self._totals.failures += 1
+            if isinstance(result.error, CorruptBlock):
+                self._totals.checksum_failures += 1
+            is_read = self.store is not None and level_of(move.source) == NVME
+            if is_read or level_of(move.destination) != NVME:
+                self._totals.fallbacks += 1  # somebody computes again what this Move would have brought
+            # Not after a failed copy out of the staging buffer, or a read cancelled at the end: those say nothing about the slot.
+            is_quarantined = is_read and self.store is not None and (move.group, slot_of(move.source)) in self.store.quarantined()
+            self._ledger.finish(move, True, is_quarantined)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise KVTierError("this KVCacheManager is closed; make a new one")
+
+    def _open_store(self, sizes: PoolSizes) -> NvmeStore | None:
+        if not sizes.nvme[0]:
+            return None
+        assert self.config.nvme_directory is not None
+        geometry = NvmeGeometry(self.layout.groups[0].block_bytes, sizes.nvme[0])
+        store = NvmeStore.open(self.config.nvme_directory, self._namespace, [geometry], faults=self.config.faults,
+                               free_space_reserve=self.config.nvme_free_space_reserve_bytes, sync=self.config.nvme_sync)
+        rows = [WarmRow(row.group, row.slot, row.key, row.priority, row.expiry, row.hits) for row in store.stored_blocks()]
+        self._ledger.set_time(self._clock())
+        self._ledger.adopt_store(rows, [slot for _group, slot in store.quarantined()])
+        self._queue_records()
+        return store
+
+
+def _ledger(config: TierConfig, sizes: PoolSizes, tokens_per_block: int, seed: bytes) -> Ledger:
+    rules = LedgerRules(config.enable_block_reuse, config.enable_partial_reuse, config.copy_on_partial_reuse,
+                        config.secondary_offload_min_priority, config.nvme_offload_min_priority, config.keep_backing,
+                        config.write_ahead_share, config.policy, config.event_buffer_max_size > 0, seed)
+    return Ledger((sizes.primary[0], sizes.secondary[0], sizes.nvme[0]), tokens_per_block, rules)
+
+
+def _sizes(layout: KVLayout, config: TierConfig, device: str) -> PoolSizes:
+    """Block counts per level, checked against what is free before anything is allocated."""
+    host = host_memory()
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r}: this torch ({torch.__version__}) cannot use CUDA; install a torch built for CUDA, or use "
+                          "device='cpu'")
+    device_bytes = None if device == "cpu" else int(torch.cuda.mem_get_info(torch.device(device))[0])
+    disk_bytes: int | None = None
+    if config.nvme_directory is not None:
+        occupied = sum(path.stat().st_size for path in config.nvme_directory.glob("*.slab")) if config.nvme_directory.is_dir() else 0
+        disk_bytes = max(free_disk_bytes(config.nvme_directory) + occupied - config.nvme_free_space_reserve_bytes, 0)
+    free = FreeSpace(host.available_bytes, host.limited_by, device_bytes, disk_bytes)
+    return resolve_sizes(layout, config.primary, config.secondary, config.nvme, free, config.group_shares)
