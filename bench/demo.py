@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from kvtier.bench import passive_threads  # isort: skip - before torch is loaded
+
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -76,7 +78,8 @@ def run_demo(device: str = "cpu", model: Path | None = None, config: Path | None
         chat = ChatFormat(loaded.tokenizer, stops)
         plan = plan_demo(chat, users, turns)
         tiered = tiered_config(plan, config, keep_nvme, scratch)
-        console.print(f"[bold]{loaded.origin}[/bold] on {device}, float32, {threads} torch threads")
+        console.print(f"[bold]{loaded.origin}[/bold] on {device}, float32, {threads} torch threads "
+                      f"(waiting: {passive_threads.wait_policy()})")
         console.print(f"{plan.users} users x {plan.turns} turns, {plan.shared_tokens} tokens of prompt in common; "
                       f"{plan.working_set_blocks} blocks of different content. Primary {tiered.primary}, secondary "
                       f"{tiered.secondary}, NVMe {tiered.nvme} in {tiered.nvme_directory}. "

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from kvtier.bench import passive_threads  # isort: skip - before torch is loaded
+
 import torch
 
 from kvtier.bench.demo_conversation import stop_tokens
@@ -56,7 +58,8 @@ def first_token_row(directory: Path, *, quick: bool = False, say: Callable[[str]
     measured = measure_first_token(loaded, directory, prefix, question, rounds=3 if quick else 7)
     ours, recompute = measured.seconds(OURS), measured.seconds(RECOMPUTE)
     return ResultRow(ROW_NAME, "s", ours.median, ours.low, ours.high,
-                     Limit(f"recomputing {len(prefix)} tokens, {torch.get_num_threads()} torch threads", recompute.median),
+                     Limit(f"recomputing {len(prefix)} tokens, {torch.get_num_threads()} torch threads, "
+                           f"{passive_threads.wait_policy()} wait", recompute.median),
                      measured.speed_ratio(OURS, RECOMPUTE))
 
 

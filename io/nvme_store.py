@@ -180,6 +180,10 @@ class NvmeStore:
             unsaved = set(self._unsaved_quarantine)
         return sorted(unsaved | self._manifest.quarantined().keys())
 
+    def is_quarantined(self, group: int, slot: int) -> bool:
+        """Whether a slot is out of service. From memory: never waits for the disk."""
+        return (group, slot) in self._unsaved_quarantine or self._manifest.is_quarantined(group, slot)
+
     def clear(self) -> None:
         """Forget all blocks: none stored so far verifies from here on, in this or any later run. The quarantine stays.
 
@@ -339,7 +343,7 @@ class NvmeStore:
             return TransferError(f"{place}expiry={item.expiry}; must be finite seconds, 0.0 for none")
         if not -(1 << 31) <= item.priority < 1 << 31:
             return TransferError(f"{place}priority={item.priority}; must fit 32 bits")
-        if self._is_quarantined(item.group, item.slot):
+        if self.is_quarantined(item.group, item.slot):
             return TransferError(f"{place}the slot is quarantined")
         remaining = self._pause.remaining()
         if remaining > 0.0:
@@ -356,15 +360,12 @@ class NvmeStore:
 
     def _require_stored(self, group: int, slot: int, key: bytes) -> None:
         row = self._manifest.row(group, slot)
-        if self._is_quarantined(group, slot):
+        if self.is_quarantined(group, slot):
             raise TransferError(f"group {group}, slot {slot}: the slot is quarantined")
         if row is None:
             raise TransferError(f"group {group}, slot {slot}: no block is stored there")
         if row.key != key:
             raise TransferError(f"group {group}, slot {slot}: holds the block {row.key.hex()[:16]}, asked for was {key.hex()[:16]}")
-
-    def _is_quarantined(self, group: int, slot: int) -> bool:
-        return (group, slot) in self._unsaved_quarantine or self._manifest.is_quarantined(group, slot)
 
     def _save_quarantine(self) -> None:
         with self._gate:

@@ -44,7 +44,7 @@ class RetentionConfig:
 
     Raises:
         RequestError: a negative start, an empty or overlapping range, an open range that is not the last, a priority outside
-            0..100, a transfer mode other than DRAM without a directory.
+            0..100, POSIX_DEBUG_FALLBACK without a directory, a value of another type.
     """
 
     ranges: Sequence[TokenRange] = ()
@@ -54,6 +54,10 @@ class RetentionConfig:
     directory: str | None = None
 
     def __post_init__(self) -> None:
+        for token_range in self.ranges:
+            ends = token_range.start if token_range.end is None else token_range.end
+            if type(token_range.start) is not int or type(ends) is not int:
+                raise RequestError(f"TokenRange({token_range.start!r}, {token_range.end!r}): start and end are whole numbers, end may be None")
         ordered = tuple(sorted(self.ranges, key=lambda r: r.start))
         object.__setattr__(self, "ranges", ordered)
         check_priority("decode_priority", self.decode_priority)

@@ -14,6 +14,9 @@ ROOMS = ("tiering", "pools", "kernels", "io", "policies", "bench")
 COMPILED = ("pools/pool_index.py", "policies/*.py", "tiering/ledger/*.py")
 """The modules that import neither torch nor io and start no thread."""
 
+INTERPRETED = ("policies/retention.py", "tiering/ledger/request.py")
+"""Pure too, but users make these objects: compiled code would take a bool for an int and answer a wrong type with TypeError."""
+
 BESIDE_COMPILED = ("errors.py", "types.py")
 """What they import and what stays interpreted, from the front door."""
 
@@ -43,10 +46,10 @@ def stage_pure(root: Path) -> list[Path]:
     (package / "__init__.py").touch()
     for name in BESIDE_COMPILED:
         (package / name).symlink_to(root / "src" / "kvtier" / name)
-    modules = [package / relative for relative in sources if relative.name != "__init__.py"]
-    for module in modules:
-        module.symlink_to(sources[module.relative_to(package)])
-    return modules
+    modules = [relative for relative in sources if relative.name != "__init__.py"]
+    for relative in modules:
+        (package / relative).symlink_to(sources[relative])
+    return [package / relative for relative in modules if relative.as_posix() not in INTERPRETED]
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ class TierCore:
         self._num_queued = 0  # records put into the outbox so far, and records issued
         self._num_issued = 0
         self._closed = False
+        self._is_clearing = False  # a reset is deleting what is on NVMe
         self._events = EventQueue(config.event_buffer_max_size)
         self._totals = TransferTotals()
         self._prefill_rate: float | None = None
@@ -93,7 +94,7 @@ class TierCore:
         """Once per engine step: expiry, finished transfers, write-ahead to NVMe, events."""
         with self.locked() as ledger:
             # Room on NVMe is made by forgetting blocks: not for writes that a full or failing disk refuses anyway.
-            ledger.refresh(self._clock(), self.store is not None and self.store.accepts_writes)
+            ledger.refresh(self._clock(), self._takes_writes)
             self._events.put(ledger.events.flush())
             self._iteration_start, self._iteration_end = self._iteration_end, collect_counters(ledger, self._totals)
 
@@ -104,13 +105,13 @@ class TierCore:
         """
         deadline = time.monotonic() + timeout
         while True:
-            accepts_writes = self.store is None or self.store.accepts_writes
             with self.locked() as ledger:
-                is_complete = self.store is None or not accepts_writes or ledger.write_everything_out()
+                takes_writes = self._takes_writes
+                is_complete = not takes_writes or ledger.write_everything_out()
             if not self.transfers.idle(max(deadline - time.monotonic(), 0.0)):
                 return False
             if is_complete:
-                return accepts_writes
+                return takes_writes or self.store is None
 
     def flush_events(self) -> None:
         """Hand over the events so far to :meth:`poll_events`."""
@@ -162,12 +163,16 @@ class TierCore:
             with self.locked() as ledger:
                 if not any(ledger.allocator.num_busy) or ledger.sequences or ledger.leases:
                     ledger.reset()
+                    self._is_clearing = True  # what others store from now on must not be deleted with the rest
                     break
             if not self.transfers.idle(max(deadline - time.monotonic(), 0.0)) or time.monotonic() > deadline:
                 raise TransferError(f"reset: transfers did not end within {timeout} s; nothing was forgotten, try again")
-        if self.store is not None:
-            self.transfers.idle(max(deadline - time.monotonic(), 0.0))
-            self.store.clear()
+        try:
+            if self.store is not None:
+                self.transfers.idle(max(deadline - time.monotonic(), 0.0))
+                self.store.clear()
+        finally:
+            self._is_clearing = False
 
     def close(self, timeout: float = 10) -> None:
         """End all transfers and let go of memory, files and the directory's lock. Bounded by ``timeout``; may be called again."""
@@ -221,9 +226,15 @@ class TierCore:
             records: list[Move | Discard] = []
             while self._outbox:
                 records.append(self._outbox.popleft())
-            if records:
-                self.transfers.issue(records)
+            try:
+                if records:
+                    self.transfers.issue(records)
+            finally:
                 self._num_issued += len(records)
+
+    @property
+    def _takes_writes(self) -> bool:
+        return self.store is not None and not self._is_clearing and self.store.accepts_writes
 
     @property
     def _all_issued(self) -> bool:
@@ -251,12 +262,12 @@ class TierCore:
             self._totals.failures += 1
             if isinstance(result.error, CorruptBlock):
                 self._totals.checksum_failures += 1
-            is_read = self.store is not None and level_of(move.source) == NVME
+            is_read = level_of(move.source) == NVME
             if is_read or level_of(move.destination) != NVME:
                 self._totals.fallbacks += 1  # somebody computes again what this Move would have brought
             # Not after a failed copy out of the staging buffer, or a read cancelled at the end: those say nothing about the slot.
-            is_quarantined = is_read and self.store is not None and (move.group, slot_of(move.source)) in self.store.quarantined()
-            self._ledger.finish(move, True, is_quarantined)
+            is_bad = self.store is not None and is_read and self.store.is_quarantined(move.group, slot_of(move.source))
+            self._ledger.finish(move, True, is_bad)
 
     def _require_open(self) -> None:
         if self._closed:

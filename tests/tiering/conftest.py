@@ -54,6 +54,25 @@ def make_cache(layout: KVLayout, store_directory: Path) -> Iterator[Callable[...
 
 
 @pytest.fixture
+def warm_cache(make_cache: Callable[..., KVCacheManager]) -> Callable[..., KVCacheManager]:
+    """``warm_cache(*rules, primary=8, secondary=4, nvme=16)``: starts with PROMPT and OTHER on NVMe, and with these faults."""
+    from toy_engine import OTHER, PROMPT, ToyEngine
+
+    from kvtier.io.faults import FaultRule, Faults
+
+    def make(*rules: FaultRule, primary: int = 8, secondary: int = 4, nvme: int = 16) -> KVCacheManager:
+        cache = make_cache(8, 4, nvme)
+        engine = ToyEngine(cache)
+        engine.serve(kvtier.Request(1, PROMPT))
+        engine.serve(kvtier.Request(2, OTHER))
+        assert cache.flush()
+        cache.close()
+        return make_cache(primary, secondary, nvme, faults=Faults(rules))
+
+    return make
+
+
+@pytest.fixture
 def no_failed_callbacks(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Worker threads report bugs of ours as logged exceptions; a test that saw one fails."""
     yield

@@ -5,53 +5,18 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import threading
 import time
-from collections.abc import Callable
 
 import pytest
-from toy_engine import MakeCache, ToyEngine, tokens_of
+from toy_engine import OTHER, PROMPT, MakeCache, ToyEngine, WarmCache, delays, fails, tokens_of, wait_until
 
-from kvtier import CapacityError, KVCacheManager, KVTierError, Level, Request, RequestError, TransferError
+from kvtier import CapacityError, Level, Request, RequestError, TransferError
 from kvtier.io import write_pause
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
 
 pytestmark = pytest.mark.usefixtures("no_failed_callbacks")
 
 READ, WRITE, COPY = FaultOperation.READ, FaultOperation.WRITE, FaultOperation.COPY
-PROMPT = tokens_of(1, 13)  # three full blocks, and the token that is always computed
-OTHER = tokens_of(2, 13)
-
-WarmCache = Callable[..., KVCacheManager]
-
-
-@pytest.fixture
-def warm_cache(make_cache: MakeCache) -> WarmCache:
-    """A cache that starts with PROMPT and OTHER on NVMe, and with faults."""
-    def make(*rules: FaultRule, primary: int = 8, secondary: int = 4, nvme: int = 16) -> KVCacheManager:
-        cache = make_cache(8, 4, nvme)
-        engine = ToyEngine(cache)
-        engine.serve(Request(1, PROMPT))
-        engine.serve(Request(2, OTHER))
-        assert cache.flush()
-        cache.close()
-        return make_cache(primary, secondary, nvme, faults=Faults(rules))
-    return make
-
-
-def fails(operation: FaultOperation, count: int = 1, number: int = errno.EIO) -> FaultRule:
-    return FaultRule(FaultKind.FAILURE, operation, count=count, errno=number)
-
-
-def delays(operation: FaultOperation, seconds: float, count: int | None = None) -> FaultRule:
-    return FaultRule(FaultKind.DELAY, operation, seconds=seconds, count=count)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 # -- reads that fail -------------------------------------------------------------------------------------------------------
@@ -195,16 +160,6 @@ async def test_waiting_can_be_cancelled(warm_cache: WarmCache) -> None:
     assert await cache.ready(1) == 12
     engine.sequences[1].computed = 12
     assert engine.forward([1]) == [1]
-
-
-async def test_ready_says_when_the_cache_is_closed_meanwhile(warm_cache: WarmCache) -> None:
-    cache = warm_cache(delays(READ, 4.0))
-    cache.add_sequence(Request(1, PROMPT[:5]))
-    waiting = asyncio.create_task(cache.ready(1))
-    await asyncio.sleep(0.02)
-    await asyncio.to_thread(cache.close, 0.1)
-    with pytest.raises(KVTierError, match="closed"):
-        await asyncio.wait_for(waiting, 1)  # not only when the read has ended
 
 
 def test_a_sequence_may_go_while_its_reads_are_in_flight(warm_cache: WarmCache) -> None:
@@ -377,93 +332,7 @@ def test_a_copy_that_is_still_being_written_is_not_relied_on(make_cache: MakeCac
     assert (stats.transfer_failures, stats.lost, stats.quarantined) == (0, 0, 0)
 
 
-# -- the end -------------------------------------------------------------------------------------------------------------------
-
-
-def test_closing_is_bounded_while_reads_are_in_flight(warm_cache: WarmCache, caplog: pytest.LogCaptureFixture) -> None:
-    cache = warm_cache(delays(READ, 3.0))
-    cache.add_sequence(Request(1, PROMPT))
-    outcome: list[object] = []
-
-    def wait() -> None:
-        try:
-            outcome.append(cache.wait_ready(1))
-        except KVTierError as error:
-            outcome.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    started = time.monotonic()
-    cache.close(timeout=0.2)
-    assert time.monotonic() - started < 2.0
-    waiting.join(5)
-    assert isinstance(outcome[0], KVTierError), "who waits is told"
-    assert "still ran after 0.2 s" in caplog.text
-    started = time.monotonic()
-    cache.close(timeout=0.2)
-    assert time.monotonic() - started < 0.1, "closing again does nothing"
-
-
-def test_closing_waits_for_stores_that_are_under_way(make_cache: MakeCache) -> None:
-    cache = make_cache(8, 8, 16, write_ahead_share=1.0, faults=Faults([delays(WRITE, 0.05)]))
-    engine = ToyEngine(cache)
-    for user in range(3):
-        engine.serve(Request(user, tokens_of(user, 13)))
-    cache.close()
-    cache = make_cache(8, 8, 16)
-    assert cache.stats().nvme.evictable_blocks > 0
-
-
-CALLS: dict[str, Callable[[KVCacheManager], object]] = {
-    "add_sequence": lambda cache: cache.add_sequence(Request(1, [1])),
-    "add_sequences": lambda cache: cache.add_sequences([]),
-    "wait_ready": lambda cache: cache.wait_ready(1),
-    "ready": lambda cache: asyncio.run(cache.ready(1)),
-    "is_ready": lambda cache: cache.is_ready(1),
-    "step": lambda cache: cache.step(None, ids=[]).__enter__(),
-    "block_table": lambda cache: cache.block_table([]),
-    "layer_buffer": lambda cache: cache.layer_buffer(0),
-    "pool": lambda cache: cache.pool(),
-    "mark_computed": lambda cache: cache.mark_computed(1, 1),
-    "append_tokens": lambda cache: cache.append_tokens(1, [1]),
-    "append_step": lambda cache: cache.append_step([], []),
-    "store_context": lambda cache: cache.store_context(1),
-    "remove_sequence": lambda cache: cache.remove_sequence(1),
-    "rewind": lambda cache: cache.rewind(1, 1),
-    "pin": lambda cache: cache.pin(1),
-    "block_ids": lambda cache: cache.block_ids(1),
-    "block": lambda cache: cache.block(1),
-    "block_hashes": lambda cache: cache.block_hashes(1),
-    "match": lambda cache: cache.match([1, 2]),
-    "needed_blocks_one_step": lambda cache: cache.needed_blocks_one_step(1),
-    "remaining_blocks_to_completion": lambda cache: cache.remaining_blocks_to_completion(1),
-    "start_scheduling": lambda cache: cache.start_scheduling(),
-    "scheduling_remove_sequence": lambda cache: cache.scheduling_remove_sequence(1),
-    "num_free_blocks": lambda cache: cache.num_free_blocks(Level.PRIMARY),
-    "truncate": lambda cache: cache.truncate([1, 2], 0),
-    "set_priority": lambda cache: cache.set_priority(1, 1),
-    "offload": lambda cache: cache.offload(1),
-    "onboard": lambda cache: cache.onboard(1),
-    "read_block": lambda cache: cache.read_block(1),
-    "write_block": lambda cache: cache.write_block(1, bytes(cache.layout.groups[0].block_bytes)),
-    "report_prefill": lambda cache: cache.report_prefill(1, 1.0),
-    "refresh": lambda cache: cache.refresh(),
-    "flush": lambda cache: cache.flush(),
-    "flush_events": lambda cache: cache.flush_events(),
-    "poll_events": lambda cache: cache.poll_events(timeout=5.0),
-    "stats": lambda cache: cache.stats(),
-    "iteration_stats": lambda cache: cache.iteration_stats(),
-    "reset": lambda cache: cache.reset(),
-    "verify": lambda cache: cache.verify(),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_closed_cache_says_so(make_cache: MakeCache, name: str) -> None:
-    cache = make_cache()
-    cache.close()
-    with pytest.raises(KVTierError, match="closed; make a new one"):
-        CALLS[name](cache)
+# -- tools -------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_block_whose_content_was_lost_cannot_be_read_by_tools(warm_cache: WarmCache) -> None:

@@ -107,6 +107,24 @@ def test_a_subscriber_always_knows_where_each_block_is(make_cache: MakeCache) ->
     assert subscriber.levels == {}
 
 
+def test_what_was_removed_is_told_before_it_is_stored_again(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    engine = ToyEngine(cache)
+    subscriber = Subscriber()
+    engine.serve(Request(1, tokens_of(1, 9)))
+    subscriber.take(events(cache))
+    before = dict(subscriber.levels)
+    cache.truncate(tokens_of(1, 9), 0)
+    engine.admit(Request(2, tokens_of(1, 9)))
+    engine.learn(2)
+    engine.forward([2])
+    engine.remove(2)
+    batch = events(cache)
+    assert [type(event.data) for event in batch] == [Removed, Stored]
+    subscriber.take(batch)
+    assert subscriber.levels == before
+
+
 def test_events_beyond_the_buffer_leave_a_gap_that_shows(make_cache: MakeCache) -> None:
     cache = make_cache(16, 0, event_buffer_max_size=3)
     engine = ToyEngine(cache)

@@ -7,14 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from toy_engine import MakeCache, ToyEngine, flip_stored_bit, tokens_of
+from toy_engine import PROMPT, MakeCache, ToyEngine, flip_stored_bit, tokens_of
 
 from kvtier import ConfigError, KVCacheManager, KVLayout, Level, Request, RetentionConfig, TokenRange
 from kvtier.tiering import core
 
 pytestmark = pytest.mark.usefixtures("no_failed_callbacks")
-
-PROMPT = tokens_of(1, 13)  # three full blocks, and the token that is always computed
 
 
 def keep(priority: int) -> RetentionConfig:
@@ -194,6 +192,7 @@ def test_a_flipped_bit_is_never_served(make_cache: MakeCache, store_directory: P
     assert engine.forward([1, 2]) == [1, 2]
     engine.remove(1)
     engine.remove(2)
+    assert cache.transfers.idle(10)
     stats = cache.stats()
     assert (stats.checksum_failures, stats.quarantined, stats.fallbacks, stats.lost) == (1, 1, 1, 1)
     assert stats.hit_tokens.nvme == 4 + 8, "what was promised and never came is no hit"
@@ -276,6 +275,29 @@ def test_reset_holds_also_when_the_manifest_is_rebuilt_from_the_slots(make_cache
     assert cache.match(PROMPT).reusable_blocks == 0, "the slots may still hold it, but from before the reset"
     assert cache.match(tokens_of(2, 9)).reusable_blocks == 2
     assert ToyEngine(cache).serve(Request(1, PROMPT)) == 0
+
+
+def test_what_is_stored_during_a_reset_is_kept(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache(4, 4, 16, write_ahead_share=1.0)
+    engine = fill(cache, PROMPT)
+    clear = cache.store.clear
+
+    def slow_clear() -> None:
+        for user in (5, 6):  # others go on meanwhile
+            engine.serve(Request(user, tokens_of(user, 13)))
+            assert not cache.flush()
+        assert cache.transfers.idle(10)
+        clear()
+
+    monkeypatch.setattr(cache.store, "clear", slow_clear)
+    cache.reset()
+    assert cache.flush()
+    for user in (7, 8):
+        engine.serve(Request(user, tokens_of(user, 13)))
+        cache.flush()
+    assert engine.serve(Request(5, tokens_of(5, 13))) == 12
+    assert engine.serve(Request(1, PROMPT)) == 0
+    assert cache.stats().transfer_failures == 0
 
 
 def test_reset_takes_stores_in_flight_with_it(make_cache: MakeCache) -> None:

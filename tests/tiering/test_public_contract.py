@@ -89,7 +89,7 @@ METHODS: dict[str, dict[str, object]] = {
 CONSTRUCTORS: dict[Callable[..., object], dict[str, object]] = {
     KVCacheManager: {"layout": REQUIRED, "config": REQUIRED, "device": "cpu", "model": None},
     Request: {"id": REQUIRED, "tokens": REQUIRED, "lora_id": None, "cache_salt": None, "extra_ids": None, "multimodal": (),
-              "retention": None, "beam_width": 1, "max_new_tokens": 0, "num_draft_tokens": 0, "encoder_length": 0, "skip_read": False,
+              "retention": None, "beam_width": 1, "max_new_tokens": 16, "num_draft_tokens": 0, "encoder_length": 0, "skip_read": False,
               "skip_write": False, "lora_digest": None, "extra_ids_digest": None},
     MultimodalItem: {"digest": REQUIRED, "runs": REQUIRED},
     TokenRange: {"start": REQUIRED, "end": REQUIRED, "priority": REQUIRED, "duration_seconds": None},

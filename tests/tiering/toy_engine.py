@@ -7,6 +7,7 @@ the head. "Attending" compares every byte of every valid token with what it must
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -17,9 +18,11 @@ import numpy as np
 import torch
 
 from kvtier import CapacityError, KVCacheManager, KVLayout, Request
+from kvtier.io.faults import FaultKind, FaultOperation, FaultRule
 from kvtier.pools.nvme_geometry import HEADER_BYTES, NvmeGeometry
 
-MakeCache = Callable[..., KVCacheManager]  # the fixture ``make_cache``
+MakeCache = Callable[..., KVCacheManager]  # the fixtures of these names
+WarmCache = Callable[..., KVCacheManager]
 
 MASK = (1 << 64) - 1
 PATIENCE = 30.0  # seconds; a test that waits longer hangs
@@ -258,6 +261,25 @@ class ToyEngine:
 def tokens_of(seed: int, count: int) -> list[int]:
     """A prompt that starts like no other seed's."""
     return [seed * 1000 + number for number in range(count)]
+
+
+PROMPT = tokens_of(1, 13)  # three full blocks, and the token that is always computed
+OTHER = tokens_of(2, 13)
+
+
+def fails(operation: FaultOperation, count: int = 1, number: int = errno.EIO) -> FaultRule:
+    return FaultRule(FaultKind.FAILURE, operation, count=count, errno=number)
+
+
+def delays(operation: FaultOperation, seconds: float, count: int | None = None) -> FaultRule:
+    return FaultRule(FaultKind.DELAY, operation, seconds=seconds, count=count)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def flip_stored_bit(directory: Path, layout: KVLayout, slot: int, where: str = "payload") -> None:

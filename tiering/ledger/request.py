@@ -26,7 +26,7 @@ def token_bytes(tokens: object, name: str = "tokens") -> bytes:
     """
     try:
         view = memoryview(cast(Any, tokens))
-    except TypeError:
+    except (TypeError, ValueError):  # no buffer, or one of a kind that has no format
         view = None
     if view is not None:
         if view.ndim != 1:
@@ -36,7 +36,7 @@ def token_bytes(tokens: object, name: str = "tokens") -> bytes:
         if view.format in ("f", "d", "e", "?", "B", "b", "c"):
             raise RequestError(f"{name}: a buffer of format {view.format!r}; pass int32 token ids")
     values = cast(Any, tokens).tolist() if hasattr(tokens, "tolist") else tokens
-    if not isinstance(values, list | tuple | range):
+    if not isinstance(values, Sequence) or isinstance(values, str):
         raise RequestError(f"{name}={type(tokens).__name__}: pass a sequence of ints or an int32 buffer")
     try:
         if bool not in set(map(type, values)):  # a mask is no prompt, though Python counts with it
@@ -66,10 +66,13 @@ class MultimodalItem:
     def __init__(self, digest: bytes, runs: Sequence[tuple[int, int]]) -> None:
         if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
             raise RequestError(f"digest={digest!r}: a content digest is {DIGEST_BYTES} bytes (for example a SHA-256)")
-        if not runs:
-            raise RequestError("runs=[]: a multimodal item needs the (start, length) runs of its tokens")
+        if not isinstance(runs, Sequence) or not runs:
+            raise RequestError(f"runs={runs!r}: a multimodal item needs the (start, length) runs of its tokens")
         end = 0
-        for start, length in runs:
+        for run in runs:
+            if not isinstance(run, Sequence) or len(run) != 2 or any(type(number) is not int for number in run):
+                raise RequestError(f"runs: {run!r}; a run is (start, length), both whole numbers")
+            start, length = run
             if start < end or length <= 0:
                 raise RequestError(f"runs: ({start}, {length}) after position {end}; runs ascend, do not overlap and have a positive "
                                    "length")
@@ -102,7 +105,7 @@ class Request:
 
     def __init__(self, id: int, tokens: object, *, lora_id: int | None = None, cache_salt: str | None = None,
                  extra_ids: Sequence[int] | None = None, multimodal: Sequence[MultimodalItem] = (),
-                 retention: RetentionConfig | None = None, beam_width: int = 1, max_new_tokens: int = 0,
+                 retention: RetentionConfig | None = None, beam_width: int = 1, max_new_tokens: int = 16,
                  num_draft_tokens: int = 0, encoder_length: int = 0, skip_read: bool = False, skip_write: bool = False,
                  lora_digest: bytes | None = None, extra_ids_digest: bytes | None = None) -> None:
         if isinstance(id, bool) or not isinstance(id, int):
@@ -120,6 +123,8 @@ class Request:
         self.cache_salt = cache_salt
         self.extra_ids: tuple[int, ...] | None = None
         if extra_ids is not None:
+            if not isinstance(extra_ids, Sequence):
+                raise RequestError(f"request {id}: extra_ids={extra_ids!r}; pass one whole number for each token")
             ids = tuple(extra_ids)
             if len(ids) != self.num_tokens:
                 raise RequestError(f"request {id}: {len(ids)} extra_ids for {self.num_tokens} tokens; pass one for each token")
@@ -127,6 +132,17 @@ class Request:
                 if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= UINT64_MAX:
                     raise RequestError(f"request {id}: extra_ids[{position}]={value!r}; pass whole numbers from 0 to 2^64-1")
             self.extra_ids = ids
+        for name, digest, owner in (("lora_digest", lora_digest, lora_id), ("extra_ids_digest", extra_ids_digest, extra_ids)):
+            if digest is None:
+                continue
+            if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
+                raise RequestError(f"request {id}: {name}={digest!r}; a digest is {DIGEST_BYTES} bytes (for example a SHA-256)")
+            if owner is None:
+                raise RequestError(f"request {id}: {name} without {name.removesuffix('_digest')}; pass both or neither")
+        if not isinstance(multimodal, Sequence) or any(not isinstance(item, MultimodalItem) for item in multimodal):
+            raise RequestError(f"request {id}: multimodal={multimodal!r}; pass a list of MultimodalItem")
+        if retention is not None and not isinstance(retention, RetentionConfig):
+            raise RequestError(f"request {id}: retention={retention!r}; pass a RetentionConfig, or None")
         self.multimodal: tuple[MultimodalItem, ...] = tuple(multimodal)
         for item in self.multimodal:
             start, length = item.runs[-1]

@@ -1,0 +1,8 @@
+"""Helpers of the ledger's tests: ``naive_model`` is importable from here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
