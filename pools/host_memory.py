@@ -78,9 +78,9 @@ def free_disk_bytes(directory: Path) -> int:
         ConfigError: the file system cannot be asked.
     """
     existing = directory.absolute()
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
     try:
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
         found = os.statvfs(existing)
     except OSError as error:
         raise ConfigError(f"{directory}: free space is not known ({error.strerror}); choose another folder") from error

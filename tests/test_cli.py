@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -57,12 +58,35 @@ def test_version_is_the_package_version() -> None:
 @pytest.mark.parametrize("arguments", [
     ["serve"], ["demo", "--no-such-option"], ["demo", "--users", "0"], ["demo", "--turns", "many"],
     ["bench", "copy", "--json", "/no/such/folder/x.json"], ["bench", "nvme", "--json", "/"],
-    ["demo", "--json", "/no/such/folder/x.json"], ["doctor", "--config"]])
+    ["demo", "--json", "/no/such/folder/x.json"], ["doctor", "--config"], ["demo", "--keep-nvme", "/etc/passwd"]])
 def test_wrong_use_is_exit_code_2_without_a_traceback(arguments: list[str]) -> None:
     found = kvtier_command(*arguments)
     assert found.returncode == 2
     assert "Traceback" not in found.stderr
     assert found.stderr.strip()
+
+
+@pytest.mark.parametrize("command", [["doctor", "--directory"], ["bench", "nvme", "--directory"], ["demo", "--keep-nvme"]])
+@pytest.mark.parametrize("folder", ["", "$KVTIER_NOPE/x", "${KVTIER_NOPE}", "~no-such-user-here/x"])
+def test_a_folder_that_cannot_be_expanded_is_never_taken_literally(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str], folder: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvtier", *command, folder])
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    assert raised.value.code == 2
+    assert capsys.readouterr().err.startswith(f"kvtier: {command[-1]}={folder!r}: ")
+
+
+def test_doctor_expands_its_folder(tmp_path: Path) -> None:
+    found = kvtier_command("doctor", "--json", "--directory", "$HERE_IT_IS", environment={"HERE_IT_IS": str(tmp_path / "new")})
+    assert f"{tmp_path / 'new'} does not exist" in found.stdout
+
+
+@pytest.mark.parametrize("command", [["demo"], ["bench", "copy"], ["bench", "nvme"]])
+def test_an_empty_name_for_the_figures_is_refused_with_the_name_of_the_option(command: list[str]) -> None:
+    found = kvtier_command(*command, "--json", "")
+    assert found.returncode == 2
+    assert "'--json': '' cannot be written" in found.stderr
 
 
 @pytest.mark.parametrize(("error", "code"), [
@@ -89,14 +113,55 @@ def test_our_own_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch, error: Exc
         cli.main()
 
 
-def test_an_interrupt_ends_a_command_without_a_traceback() -> None:
-    code = ("import os, signal, sys\n"
-            "from kvtier import cli\n"
-            "cli.app.command('wait')(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
-            "sys.argv[1:] = ['wait']; cli.main()")
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert found.returncode in (1, 130)
-    assert "Traceback" not in found.stderr
+WAITING = """
+import asyncio, os, pathlib, signal, sys, time
+from kvtier import cli
+
+def wait(folder: pathlib.Path, number: int, at_once: bool = False, ignored: bool = False) -> None:
+    if ignored:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    folder.mkdir()
+    async def work() -> None:
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(60)
+    try:
+        if at_once:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        asyncio.run(work())
+    finally:
+        if number == signal.SIGTERM:
+            os.kill(os.getpid(), number)
+        folder.rmdir()
+
+cli.app.command("wait")(wait)
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("inside", ["--at-once", "--no-at-once"])  # outside and inside an event loop
+@pytest.mark.parametrize(("number", "code", "line"), [
+    (signal.SIGINT, 130, "kvtier: interrupted\n"), (signal.SIGTERM, 143, "kvtier: ended by SIGTERM\n")])
+def test_a_signal_ends_a_command_in_order_and_one_line_says_so(
+        tmp_path: Path, number: int, code: int, line: str, inside: str) -> None:
+    found = subprocess.run([sys.executable, "-c", WAITING, "wait", str(tmp_path / "temporary"), str(int(number)), inside],
+                           capture_output=True, text=True, timeout=30, check=False)
+    assert (found.returncode, found.stderr) == (code, line)
+    assert not (tmp_path / "temporary").exists()
+
+
+@pytest.mark.parametrize("inside", ["--at-once", "--no-at-once"])
+def test_sigterm_ends_a_background_job_whose_interrupts_are_ignored(tmp_path: Path, inside: str) -> None:
+    found = subprocess.run([sys.executable, "-c", WAITING, "wait", str(tmp_path / "temporary"), str(int(signal.SIGTERM)), inside,
+                            "--ignored"], capture_output=True, text=True, timeout=30, check=False)
+    assert (found.returncode, found.stderr) == (143, "kvtier: ended by SIGTERM\n")
+    assert not (tmp_path / "temporary").exists()
+
+
+def test_the_handler_of_sigterm_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert leaving(monkeypatch, ConfigError("x")) == 2
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_doctor_prints_json_and_fails_on_a_bad_configuration(tmp_path: Path) -> None:

@@ -89,7 +89,11 @@ def read(core: TierCore, block_id: int) -> bytes:
         assert level == NVME
         assert core.store is not None
         out = np.empty(pools.group.block_bytes, dtype=np.uint8)
-        core.store.read_block(GROUP, slot, key, out)
+        try:
+            core.store.read_block(GROUP, slot, key, out)
+        except TransferError as error:
+            core.condemn(slot, error)  # found bad by a tool is bad for everybody
+            raise
         return out.tobytes()
     finally:
         with core.locked() as ledger:
@@ -105,6 +109,9 @@ def write(core: TierCore, block_id: int, data: bytes) -> None:
         TransferError: transfers that use it did not end within a minute.
     """
     pools = core.pools
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise RequestError(f"block {block_id}: data of type {type(data).__name__}; pass bytes")
+    data = bytes(data)
     if len(data) != pools.group.block_bytes:
         raise RequestError(f"block {block_id}: {len(data)} bytes; a block has {pools.group.block_bytes}")
     with core.locked() as ledger:

@@ -28,6 +28,8 @@ OTHER_VARIABLES: Final = frozenset({CONFIG_FILE_VARIABLE, "KVTIER_COMPILE"})
 KEYWORD_ONLY: Final = frozenset({"clock", "faults"})
 """Settings that are objects: no text in the environment or a file can stand for them."""
 
+_FLAT: Final = 'a setting is one value or one list of values, for example primary: ["8 blocks", "4 blocks"]'
+
 _chosen_file: ContextVar[Path | None] = ContextVar("kvtier_config_file", default=None)
 
 
@@ -71,7 +73,7 @@ class Environment(EnvSettingsSource):
             _refuse_objects(key, f"environment {name}")
         try:
             values = super().__call__()
-        except SettingsError as error:
+        except (SettingsError, RecursionError) as error:
             raise ConfigError(f"environment: {error}; a list is written as JSON, for example "
                               "KVTIER_GROUP_SHARES='[0.5, 0.5]'") from error
         return {key: Sourced(value, f"environment {ENVIRONMENT_PREFIX}{key.upper()}") for key, value in values.items()}
@@ -118,10 +120,17 @@ def read_file(path: Path) -> dict[str, object]:
         raise ConfigError(f"config file {path}: cannot be read ({error.strerror}); check the path") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"config file {path}: {' '.join(str(error).split())}; correct the file") from error
+    except RecursionError:
+        raise ConfigError(f"config file {path}: lists or tables are nested too deeply to be read; {_FLAT}") from None
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ConfigError(f'config file {path}: must hold keys and values, for example primary: "90%"')
+    for key, value in data.items():
+        # Not left to the model: a few lines of TOML or of YAML aliases nest deeper, or grow larger, than a message can show.
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if any(isinstance(item, (dict, list, tuple)) for item in inner):
+            raise ConfigError(f"{key} (file {path}): holds lists or tables inside each other; {_FLAT}")
     return data
 
 

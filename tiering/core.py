@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -21,9 +20,10 @@ from typing import Final, Self
 
 import torch
 
-from kvtier.errors import ConfigError, CorruptBlock, KVTierError, RequestError, TransferError
+from kvtier.errors import ConfigError, CorruptBlock, KVTierError, TransferError
 from kvtier.io.device import Device, open_device
 from kvtier.io.nvme_store import NvmeStore
+from kvtier.io.store_directory import occupied_bytes
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.host_memory import free_disk_bytes, host_memory
@@ -32,18 +32,21 @@ from kvtier.pools.nvme_geometry import NvmeGeometry
 from kvtier.pools.pool_index import NVME, level_of, slot_of
 from kvtier.pools.primary import PrimaryPool
 from kvtier.pools.sizing import FreeSpace, PoolSizes, resolve_sizes
+from kvtier.tiering import arguments
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.event_queue import EventQueue
 from kvtier.tiering.ledger.events import Event
 from kvtier.tiering.ledger.invariants import verify
-from kvtier.tiering.ledger.ledger import Ledger, LedgerRules
+from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
+from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.statistics import Stats, TierCounters, TransferTotals, collect_counters, collect_levels, since
 from kvtier.tiering.transfer import TransferManager
 
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION: Final = 1
+RESET_PAUSE: Final = 0.001  # seconds between two looks
 
 
 class TierCore:
@@ -70,11 +73,13 @@ class TierCore:
         self._num_queued = 0  # records put into the outbox so far, and records issued
         self._num_issued = 0
         self._closed = False
+        self._everything_let_go = False
         self._is_clearing = False  # a reset is deleting what is on NVMe
         self._events = EventQueue(config.event_buffer_max_size)
         self._totals = TransferTotals()
         self._prefill_rate: float | None = None
         self._ledger = _ledger(config, sizes, layout.tokens_per_block, hashlib.sha256(self._namespace.encode()).digest())
+        self._ledger.allocator.wall_clock_offset = time.time() - self._clock()
         group = layout.groups[0]
         with ExitStack() as undo:  # what fails here must not leave the directory locked
             self.store = self._open_store(sizes)
@@ -103,7 +108,7 @@ class TierCore:
 
         False when time ran out first, or when the store takes no writes for the moment (full or failing disk).
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + arguments.seconds("timeout", timeout)
         while True:
             with self.locked() as ledger:
                 takes_writes = self._takes_writes
@@ -121,14 +126,12 @@ class TierCore:
     def poll_events(self, timeout: float = 0.0) -> list[Event]:
         """Flushed events, oldest first; waits up to ``timeout`` seconds for the first."""
         self._require_open()
-        return self._events.take(timeout)
+        return self._events.take(arguments.seconds("timeout", timeout))
 
     def report_prefill(self, tokens: int, seconds: float) -> None:
         """The engine computed ``tokens`` prompt tokens in ``seconds``: kept as a moving average, for load-or-recompute decisions."""
-        if tokens <= 0 or not math.isfinite(seconds) or seconds <= 0.0:
-            raise RequestError(f"report_prefill({tokens!r}, {seconds!r}): both must be positive")
+        rate = arguments.positive_number("tokens", tokens) / arguments.positive_number("seconds", seconds)
         with self.locked():
-            rate = tokens / seconds
             self._prefill_rate = rate if self._prefill_rate is None else 0.9 * self._prefill_rate + 0.1 * rate
 
     def stats(self) -> Stats:
@@ -156,9 +159,10 @@ class TierCore:
 
         Raises:
             RequestError: sequences or leases are active.
-            TransferError: transfers did not end in time; nothing has been forgotten.
+            TransferError: transfers did not end in time, and nothing has been forgotten; or the store's files could not be
+                written, and what they hold may be found again after a restart.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + arguments.seconds("timeout", timeout)
         while True:
             with self.locked() as ledger:
                 if not any(ledger.allocator.num_busy) or ledger.sequences or ledger.leases:
@@ -167,28 +171,34 @@ class TierCore:
                     break
             if not self.transfers.idle(max(deadline - time.monotonic(), 0.0)) or time.monotonic() > deadline:
                 raise TransferError(f"reset: transfers did not end within {timeout} s; nothing was forgotten, try again")
+            time.sleep(RESET_PAUSE)  # a tool may be reading a block: that is no transfer to wait for
         try:
             if self.store is not None:
+                # The deletions just issued may still be on their way; what clear() forgets does not depend on them.
                 self.transfers.idle(max(deadline - time.monotonic(), 0.0))
                 self.store.clear()
         finally:
             self._is_clearing = False
 
     def close(self, timeout: float = 10) -> None:
-        """End all transfers and let go of memory, files and the directory's lock. Bounded by ``timeout``; may be called again."""
+        """End all transfers and let go of memory, files and the directory's lock. Bounded by ``timeout``.
+
+        May be called again: what something hanging did not let go of the first time is then tried again.
+        """
+        deadline = time.monotonic() + arguments.seconds("timeout", timeout)
         with self._lock:
-            if self._closed:
+            if self._everything_let_go:
                 return
+            is_first = not self._closed
             self._closed = True
-        deadline = time.monotonic() + timeout
-        is_quiet = self._settle(deadline) and self.transfers.close(max(deadline - time.monotonic(), 0.1))
+        is_quiet = (not is_first or self._settle(deadline)) and self.transfers.close(max(deadline - time.monotonic(), 0.1))
         if not is_quiet:
             is_quiet = self.transfers.close(0.1)
         self._events.close()
-        if self.store is not None:
-            self.store.close(max(deadline - time.monotonic(), 0.5))
+        store_is_closed = self.store is None or self.store.close(max(deadline - time.monotonic(), 0.5))
         if is_quiet:
             self.pools.close()
+            self._everything_let_go = store_is_closed
         else:
             logger.warning("close: a transfer still ran after %s s; the pools' memory stays allocated because it may be in use", timeout)
 
@@ -199,6 +209,18 @@ class TierCore:
         self.close()
 
     # -- inside ---------------------------------------------------------------------------------------------------------
+
+    def condemn(self, slot: int, error: Exception) -> None:
+        """An NVMe slot failed its check: it is quarantined, and nobody is promised what it held."""
+        assert self.store is not None
+        self.store.quarantine(0, slot, str(error))
+        if not self.store.is_quarantined(0, slot):
+            return  # nothing was stored there
+        with self.locked() as ledger:
+            self._totals.failures += 1
+            if isinstance(error, CorruptBlock):
+                self._totals.checksum_failures += 1
+            ledger.allocator.condemn(slot)
 
     @contextmanager
     def locked(self) -> Iterator[Ledger]:
@@ -290,7 +312,7 @@ class TierCore:
 def _ledger(config: TierConfig, sizes: PoolSizes, tokens_per_block: int, seed: bytes) -> Ledger:
     rules = LedgerRules(config.enable_block_reuse, config.enable_partial_reuse, config.copy_on_partial_reuse,
                         config.secondary_offload_min_priority, config.nvme_offload_min_priority, config.keep_backing,
-                        config.write_ahead_share, config.policy, config.event_buffer_max_size > 0, seed)
+                        config.write_ahead_share, config.policy, config.event_buffer_max_size, seed)
     return Ledger((sizes.primary[0], sizes.secondary[0], sizes.nvme[0]), tokens_per_block, rules)
 
 
@@ -303,7 +325,7 @@ def _sizes(layout: KVLayout, config: TierConfig, device: str) -> PoolSizes:
     device_bytes = None if device == "cpu" else int(torch.cuda.mem_get_info(torch.device(device))[0])
     disk_bytes: int | None = None
     if config.nvme_directory is not None:
-        occupied = sum(path.stat().st_size for path in config.nvme_directory.glob("*.slab")) if config.nvme_directory.is_dir() else 0
-        disk_bytes = max(free_disk_bytes(config.nvme_directory) + occupied - config.nvme_free_space_reserve_bytes, 0)
+        free_bytes = free_disk_bytes(config.nvme_directory) + occupied_bytes(config.nvme_directory)
+        disk_bytes = max(free_bytes - config.nvme_free_space_reserve_bytes, 0)
     free = FreeSpace(host.available_bytes, host.limited_by, device_bytes, disk_bytes)
     return resolve_sizes(layout, config.primary, config.secondary, config.nvme, free, config.group_shares)

@@ -20,9 +20,11 @@ from typing import Final
 import kvtier
 from kvtier.errors import ConfigError
 from kvtier.io.direct_file import refuses_direct
+from kvtier.io.store_directory import occupied_bytes
 from kvtier.pools.host_memory import free_disk_bytes, host_memory, memlock_limit, mount_of, shared_memory, usable_cpus
 from kvtier.pools.sizing import SizeKind, format_bytes, parse_sizes
 from kvtier.tiering.config import TierConfig
+from kvtier.tiering.config_sources import expand_path
 
 MEMORY_FILE_SYSTEMS: Final = frozenset({"tmpfs", "ramfs"})
 NO_GDS_FILE_SYSTEMS: Final = frozenset({"overlay", "fuse", "nfs", "nfs4", "9p", "virtiofs", *MEMORY_FILE_SYSTEMS})
@@ -75,7 +77,12 @@ def examine(directory: Path | None = None, config_file: Path | None = None) -> R
     Args:
         directory: folder that the NVMe level would use; the configuration's ``nvme_directory`` when None.
         config_file: read this file instead of the one that ``KVTIER_CONFIG`` names.
+
+    Raises:
+        ConfigError: ``directory`` is empty, or names a variable or user that does not exist.
     """
+    if directory is not None:
+        directory = expand_path(directory, "directory")
     findings: list[Finding] = []
     config: TierConfig | None = None
     try:
@@ -191,10 +198,14 @@ def _directory(directory: Path | None, config: TierConfig | None) -> list[Findin
         return [Finding("NVMe directory", Status.WARN, "none given: the NVMe level was not looked at",
                         "kvtier doctor --directory /path/on/nvme, or set nvme_directory")]
     folder = directory.absolute()
-    while not folder.is_dir() and folder != folder.parent:
-        if folder.exists():
-            return [Finding("NVMe directory", Status.FAIL, f"{folder} is not a folder", "choose another path")]
-        folder = folder.parent
+    try:
+        while not folder.is_dir() and folder != folder.parent:
+            if folder.exists():
+                return [Finding("NVMe directory", Status.FAIL, f"{folder} is not a folder", "choose another path")]
+            folder = folder.parent
+    except OSError as error:
+        return [Finding("NVMe directory", Status.FAIL, f"{directory} cannot be looked into: {error.strerror}", "choose a folder that "
+                        "this user may use")]
     findings = []
     if folder != directory.absolute():
         findings.append(Finding("NVMe directory", Status.WARN, f"{directory} does not exist; looked at {folder} instead",
@@ -214,15 +225,15 @@ def _file_system(folder: Path) -> Finding:
 
 
 def _free_space(folder: Path, config: TierConfig | None) -> Finding:
-    free = free_disk_bytes(folder)
+    free = free_disk_bytes(folder) + occupied_bytes(folder)
     reserve = config.nvme_free_space_reserve_bytes if config is not None else 0
     wanted = sum(int(size.amount) for size in parse_sizes(config.nvme, "nvme") if size.kind is SizeKind.BYTES) if config else 0
-    found = f"{format_bytes(free)} free, of which {format_bytes(reserve)} are kept free"
+    found = f"{format_bytes(free)} free (kvtier's own files count as free), of which {format_bytes(reserve)} are kept free"
     if free < reserve:
         return Finding("free space", Status.FAIL, found, "free space there, or lower nvme_free_space_reserve")
     if free - reserve < wanted:
         return Finding("free space", Status.FAIL, f"{found}; nvme wants {format_bytes(wanted)}",
-                       "lower nvme, or choose a larger drive (space that kvtier's own files hold already counts too)")
+                       "lower nvme, or choose a larger drive")
     return Finding("free space", Status.OK, found)
 
 

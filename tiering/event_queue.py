@@ -20,6 +20,7 @@ class EventQueue:
         self._events: deque[Event] = deque()
         self._arrived = threading.Condition()
         self._closed = False
+        self._next_id = 0
         self.dropped = 0
 
     def put(self, batch: list[Event]) -> None:
@@ -27,15 +28,17 @@ class EventQueue:
         if not batch or not self._max_size:
             return
         with self._arrived:
+            lost = batch[0].event_id - self._next_id  # the ledger keeps no more than we do between two batches
+            self._next_id = batch[-1].event_id + 1
             self._events.extend(batch)
-            over = len(self._events) - self._max_size
-            if over > 0:
+            while len(self._events) > self._max_size:
+                self._events.popleft()
+                lost += 1
+            if lost:
                 if self.dropped == 0:
                     logger.warning("events: more than %d waited to be polled, the oldest are dropped from now on; poll more often or "
                                    "raise event_buffer_max_size", self._max_size)
-                self.dropped += over
-                for _ in range(over):
-                    self._events.popleft()
+                self.dropped += lost
             self._arrived.notify_all()
 
     def take(self, timeout: float) -> list[Event]:

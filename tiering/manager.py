@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -19,55 +20,20 @@ from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.host_memory import host_memory
 from kvtier.pools.layout import KVLayout
 from kvtier.pools.pool_index import PoolIndex, slot_of
-from kvtier.tiering import block_access
+from kvtier.tiering import arguments, block_access
 from kvtier.tiering.block_access import BlockView
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.core import TierCore
+from kvtier.tiering.handles import Admission, Lease
 from kvtier.tiering.ledger import capacity
 from kvtier.tiering.ledger.capacity import PrefixReuse
 from kvtier.tiering.ledger.key import next_chain_key
 from kvtier.tiering.ledger.request import Request, token_bytes
 from kvtier.tiering.ledger.sequence import ActiveSequence
-from kvtier.tiering.ledger.sequence import Lease as LedgerLease
 from kvtier.tiering.not_included import NotIncludedYet
-from kvtier.types import Level
+from kvtier.types import Level, TransferMode
 
 STEP_TIMEOUT: Final = 60.0  # seconds a step waits for copies between memories, which take milliseconds
-
-
-class Admission:
-    """What a new sequence got. ``prepopulated_tokens`` is promised, and final once the sequence is ready."""
-
-    def __init__(self, sequence: ActiveSequence) -> None:
-        self.request_id = sequence.id
-        self.prepopulated_tokens = sequence.prepopulated
-        self.total_blocks = sequence.total_blocks
-        self.new_blocks = sequence.new_blocks
-        self.reused_blocks = sequence.reused_blocks
-        self.missed_blocks = sequence.missed_blocks
-
-    def __repr__(self) -> str:
-        return f"Admission(request_id={self.request_id}, prepopulated_tokens={self.prepopulated_tokens})"
-
-
-class Lease:
-    """Blocks pinned for one request until :meth:`release`; also a context manager."""
-
-    def __init__(self, manager: KVCacheManager, lease: LedgerLease) -> None:
-        self._manager = manager
-        self._lease = lease
-        self.block_ids = [block.id for block in lease.blocks]
-
-    def release(self) -> None:
-        """Let go. RequestError when it was released before."""
-        with self._manager.locked() as ledger:
-            ledger.release_lease(self._lease)
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *_details: object) -> None:
-        self.release()
 
 
 class KVCacheManager(TierCore, NotIncludedYet):
@@ -92,6 +58,9 @@ class KVCacheManager(TierCore, NotIncludedYet):
             raise ConfigError(f"layout with groups [{kinds}]: one full-attention group is supported; others are not included yet")
         if config.max_beam_width != 1:
             raise ConfigError(f"max_beam_width={config.max_beam_width}: beam search is not included yet; use 1")
+        if config.request_directory_root is not None:
+            raise ConfigError(f"request_directory_root={str(config.request_directory_root)!r}: directories of requests are not included "
+                              "yet; leave it out")
         max_blocks = -(-config.max_seq_len // layout.tokens_per_block)
         _require_table_memory(config, max_blocks)
         super().__init__(layout, config, device, model)
@@ -102,6 +71,9 @@ class KVCacheManager(TierCore, NotIncludedYet):
         except BaseException:
             self.close(timeout=1.0)
             raise
+        self._table_lock = threading.Lock()
+        self._stepping: dict[int, int] = {}         # ids that take part in running steps, and in how many
+        self._ended_in_step: dict[int, bool] = {}   # removed meanwhile: store or not
 
     # -- requests --------------------------------------------------------------------------------------------------------
 
@@ -116,6 +88,7 @@ class KVCacheManager(TierCore, NotIncludedYet):
             RequestError: a duplicate id, or a prompt longer than ``max_seq_len``.
             CapacityError: too few primary blocks; names how many are needed and there, and whom to pre-empt.
         """
+        arguments.requests(requests)
         for request in requests:
             if request.num_tokens > self.config.max_seq_len:
                 raise RequestError(f"request {request.id}: {request.num_tokens} tokens; max_seq_len is {self.config.max_seq_len}, raise it "
@@ -135,15 +108,14 @@ class KVCacheManager(TierCore, NotIncludedYet):
             CapacityError: a bad block could not be replaced; remove this sequence and admit it again.
         """
         self._check_layer(layer)
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + arguments.seconds("timeout", timeout)
         while True:
             valid = self._ready_now(request_id)
             if valid is not None:
                 return valid
-            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             with self.locked() as ledger:
                 indices = _indices(ledger.sequence(request_id))
-            if not self.transfers.wait(0, indices, left):
+            if not (self.transfers.wait(0, indices, _left(deadline)) and self.transfers.wait_for_files(0, indices, _left(deadline))):
                 self._require_open()
                 raise TimeoutError(f"request {request_id}: not ready after {timeout} s; wait again, or remove the sequence")
 
@@ -186,6 +158,7 @@ class KVCacheManager(TierCore, NotIncludedYet):
             UnknownRequest: an id that is not active.
             TransferError: copies between memories did not end within a minute.
         """
+        arguments.sequence_of("ids", ids)
         self._submit()
         with self.locked() as ledger:
             candidates: dict[int, list[PoolIndex]] = {}
@@ -206,10 +179,12 @@ class KVCacheManager(TierCore, NotIncludedYet):
                 if found is not None and not found.must_report and not found.must_preempt and _indices(found) == indices:
                     ledger.deliver(found)
                     ready.append(request_id)
+                    self._stepping[request_id] = self._stepping.get(request_id, 0) + 1
         try:
             yield ready
         finally:
             self.transfers.order_after_engine(stream)
+            self._leave_step(ready)
 
     def block_table(self, ids: Sequence[int], group: int = 0) -> torch.Tensor:
         """Kernel offsets of these sequences: int32 ``[len(ids), 2, max_blocks]`` at a fixed device address.
@@ -218,8 +193,10 @@ class KVCacheManager(TierCore, NotIncludedYet):
         entries are -1. Valid until the next call. On CUDA, call it with the engine's stream as torch's current one.
         """
         self._check_group(group)
+        arguments.sequence_of("ids", ids)
         with self.locked() as ledger:
             rows = [[int(slot_of(block.index)) for block in ledger.sequence(request_id).blocks] for request_id in ids]
+        with self._table_lock:  # on a GPU this waits for the stream: not while others need the ledger
             return self._table.fill(rows)
 
     def layer_buffer(self, layer: int) -> torch.Tensor:
@@ -250,6 +227,8 @@ class KVCacheManager(TierCore, NotIncludedYet):
             RequestError: a token outside int32, or a sequence that would pass ``max_seq_len``.
             CapacityError: too few primary blocks; names whom to pre-empt.
         """
+        arguments.sequence_of("ids", ids)
+        arguments.sequence_of("tokens", tokens)
         sampled = [array("i", token_bytes(appended)).tolist() for appended in tokens]
         with self.locked() as ledger:
             for request_id, appended in zip(ids, sampled, strict=False):
@@ -265,13 +244,24 @@ class KVCacheManager(TierCore, NotIncludedYet):
             ledger.store_context(request_id)
 
     def remove_sequence(self, request_id: int, store: bool = True) -> None:
-        """End a sequence, finished or aborted. ``store`` keeps what was computed for reuse; its blocks are free either way."""
+        """End a sequence, finished or aborted, at any moment. ``store`` keeps what was computed for reuse.
+
+        Its blocks are free either way; while it takes part in a running step, when that step ends: the engine may still be
+        writing into them.
+        """
         with self.locked() as ledger:
-            ledger.remove_sequence(request_id, store)
+            ledger.sequence(request_id)
+            if request_id not in self._stepping:
+                ledger.remove_sequence(request_id, store)
+            elif self._ended_in_step.setdefault(request_id, store) and not store:
+                self._ended_in_step[request_id] = False  # of two wishes the one that keeps nothing counts
 
     def rewind(self, request_id: int, num_tokens: int) -> None:
-        """Take back the last ``num_tokens`` generated tokens."""
+        """Take back the last ``num_tokens`` generated tokens. RequestError while the sequence takes part in a running step."""
         with self.locked() as ledger:
+            if request_id in self._stepping:
+                raise RequestError(f"request {request_id}: rewind({num_tokens}) while it takes part in a running step; leave the step "
+                                   "first")
             ledger.rewind(request_id, num_tokens)
 
     def pin(self, request_id: int) -> Lease:
@@ -289,8 +279,9 @@ class KVCacheManager(TierCore, NotIncludedYet):
         with self.locked() as ledger:
             return [block.id for block in ledger.sequence(request_id).blocks]
 
-    def block(self, block_id: int) -> BlockView:
+    def block(self, block_id: int, group: int = 0) -> BlockView:
         """A picture of one block. Raises UnknownBlock."""
+        self._check_group(group)
         with self.locked() as ledger:
             return block_access.view(ledger, ledger.block(block_id))
 
@@ -351,27 +342,32 @@ class KVCacheManager(TierCore, NotIncludedYet):
         with self.locked() as ledger:
             return capacity.truncate(ledger, request, keep_tokens)
 
-    def set_priority(self, block_id: int, priority: int) -> None:
+    def set_priority(self, block_id: int, priority: int, group: int = 0) -> None:
         """Change the priority of an unreferenced block with content."""
+        self._check_group(group)
         with self.locked() as ledger:
             ledger.set_priority(block_id, priority)
 
-    def offload(self, block_id: int) -> None:
+    def offload(self, block_id: int, group: int = 0) -> None:
         """Move an unreferenced primary block down now. RequestError or CapacityError say why not."""
+        self._check_group(group)
         with self.locked() as ledger:
             ledger.offload(block_id)
 
-    def onboard(self, block_id: int) -> None:
+    def onboard(self, block_id: int, group: int = 0) -> None:
         """Bring an unreferenced block to the primary level."""
+        self._check_group(group)
         with self.locked() as ledger:
             ledger.onboard(block_id)
 
-    def read_block(self, block_id: int) -> bytes:
+    def read_block(self, block_id: int, group: int = 0) -> bytes:
         """The block's bytes wherever they are, ``layout`` block bytes. For tests and tools."""
+        self._check_group(group)
         return block_access.read(self, block_id)
 
-    def write_block(self, block_id: int, data: bytes) -> None:
+    def write_block(self, block_id: int, data: bytes, group: int = 0) -> None:
         """Overwrite a block that exactly one sequence holds. For tests and tools."""
+        self._check_group(group)
         block_access.write(self, block_id, data)
 
     # -- inside ---------------------------------------------------------------------------------------------------------
@@ -393,8 +389,21 @@ class KVCacheManager(TierCore, NotIncludedYet):
                     ledger.deliver(sequence)
                     return sequence.computed
 
+    def _leave_step(self, ids: Sequence[int]) -> None:
+        """These ids have left a step; those that were removed meanwhile end now."""
+        if self._closed:
+            return
+        with self.locked() as ledger:
+            for request_id in ids:
+                self._stepping[request_id] -= 1
+                if self._stepping[request_id] == 0:
+                    del self._stepping[request_id]
+                    store = self._ended_in_step.pop(request_id, None)
+                    if store is not None:
+                        ledger.remove_sequence(request_id, store)
+
     def _has_arrived(self, indices: list[PoolIndex]) -> bool:
-        return self._all_issued and self.transfers.wait(0, indices, 0.0)
+        return self._all_issued and self.transfers.wait(0, indices, 0.0) and not self.transfers.pending_files(0, indices)
 
     def _check_group(self, group: int) -> None:
         if group != 0:
@@ -407,6 +416,8 @@ class KVCacheManager(TierCore, NotIncludedYet):
     def _check_retention(self, retention: RetentionConfig | None) -> None:
         if retention is not None and retention.directory is not None:
             raise RequestError(f"directory={retention.directory!r}: a request's own directory is not included yet; leave it out")
+        if retention is not None and retention.transfer_mode is not TransferMode.DRAM:
+            raise RequestError(f"transfer_mode={retention.transfer_mode}: only TransferMode.DRAM is included yet; leave it out")
 
 
 def _require_table_memory(config: TierConfig, max_blocks: int) -> None:
@@ -418,9 +429,18 @@ def _require_table_memory(config: TierConfig, max_blocks: int) -> None:
                           f"available are {available}; lower one of them")
 
 
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
+
+
 def _indices(sequence: ActiveSequence) -> list[PoolIndex]:
     return [block.index for block in sequence.blocks]
 
 
 def _as_request(tokens: Request | object, **namespace: Any) -> Request:
-    return tokens if isinstance(tokens, Request) else Request(0, tokens, **namespace)
+    if isinstance(tokens, Request):
+        return tokens
+    try:
+        return Request(0, tokens, **namespace)
+    except TypeError as error:
+        raise RequestError(f"{error}; namespace keywords are those of Request") from None

@@ -286,8 +286,17 @@ class TransferManager:
             False when ``timeout`` seconds were not enough, or when the manager was closed without them.
         """
         with self._lock:
-            nodes = self._graph.pending_writes(group, indices)
-            return self._wait_locked(nodes, _is_over, _deadline(timeout))
+            return self._wait_locked(self._graph.pending_writes(group, indices), _is_over, _deadline(timeout))
+
+    def wait_for_files(self, group: int, indices: Iterable[PoolIndex], timeout: float | None) -> bool:
+        """Wait until ``pending_files`` is False: a copy out of such a slot that is held behind a file keeps the engine from
+        writing to it, too.
+
+        Returns:
+            False when ``timeout`` seconds were not enough, or when the manager was closed without that.
+        """
+        with self._lock:
+            return self._wait_locked(self._graph.pending(group, indices), _is_on_its_way, _deadline(timeout))
 
     def order_before_engine(self, engine_stream: EngineStream | None, group: int, indices: Iterable[PoolIndex],
                             timeout: float | None) -> bool:
@@ -421,6 +430,10 @@ def _is_over(node: TransferNode) -> bool:
 
 
 def _is_on_a_stream(node: TransferNode) -> bool:
+    return not _waits_for_file(node)
+
+
+def _is_on_its_way(node: TransferNode) -> bool:
     return not _waits_for_file(node)
 
 

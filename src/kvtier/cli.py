@@ -1,14 +1,19 @@
 """``kvtier``: the command line. Commands are imported when they run, so that ``--help`` needs neither torch nor a GPU.
 
-Exit codes: 0 fine, 1 the check failed, 2 used wrongly. What a user can cause ends in one line on stderr, never a traceback.
+Exit codes: 0 fine, 1 the check failed, 2 used wrongly, 130 and 143 ended by Ctrl-C or SIGTERM, after tidying up. What a user
+can cause ends in one line on stderr, never a traceback.
 """
 
 from __future__ import annotations
 
 import json as json_format
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
@@ -18,7 +23,8 @@ from kvtier.errors import ConfigError, KVTierError, RequestError
 
 CHECK_FAILED = 1
 USED_WRONGLY = 2
-INTERRUPTED = 130
+INTERRUPTED = 130  # typer's own code for Ctrl-C: 128 + SIGINT
+TERMINATED = 143
 
 app = typer.Typer(name="kvtier", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="The memory tier for LLM inference engines: KV cache in GPU memory, host memory and NVMe.")
@@ -26,15 +32,21 @@ bench = typer.Typer(no_args_is_help=True, help="Measure this machine: the limit 
 app.add_typer(bench, name="bench")
 
 
-def _check_json_file(path: Path | None) -> Path | None:
+def _json_file(text: str) -> Path:
     """Refuse a file that cannot be written before minutes are spent on its content."""
-    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK)):
-        raise typer.BadParameter(f"{path} cannot be written; name a file in a folder that exists")
+    path = Path(text)  # the empty text would be the current folder
+    if not text or path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise typer.BadParameter(f"{text!r} cannot be written; name a file in a folder that exists")
     return path
 
 
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", callback=_check_json_file,
-                                               help="Write all figures to FILE.")]
+def _folder(text: str | None, option: str) -> Path | None:
+    """The folder that an option names, expanded as in a configuration; ConfigError where that cannot be done."""
+    from kvtier.tiering.config_sources import expand_path
+    return None if text is None else expand_path(text, option)
+
+
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", parser=_json_file, help="Write all figures to FILE.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A short run, for a first look.")]
 
 
@@ -54,25 +66,28 @@ def _options(version: Annotated[bool, typer.Option("--version", callback=_show_v
 def demo(device: Annotated[str, typer.Option(help='Where the model runs: "cpu", "cuda" or "cuda:N".')] = "cpu",
          model: Annotated[Path | None, typer.Option(help="Folder of another llama-type model.")] = None,
          config: Annotated[Path | None, typer.Option(help="Settings (YAML or TOML) instead of the demo's own.")] = None,
-         keep_nvme: Annotated[Path | None, typer.Option(metavar="DIR", file_okay=False, help="Keep the NVMe level here; a "
-                                                        "second run with the same folder starts warm.")] = None,
+         keep_nvme: Annotated[str | None, typer.Option(metavar="DIR", help="Keep the NVMe level here; a second run with the "
+                                                       "same folder starts warm.")] = None,
          json: JsonFile = None,
          users: Annotated[int | None, typer.Option(min=1, help="Conversations at the same time; all it has by default.")] = None,
          turns: Annotated[int | None, typer.Option(min=1, help="Questions per conversation; all by default, fewer with --quick.")] = None,
          quick: Quick = False) -> None:
     """Serve a small real model through the three tiers, and compare its answers with a run without reuse."""
+    kept = _folder(keep_nvme, "--keep-nvme")
+    if kept is not None and kept.exists() and not kept.is_dir():
+        raise ConfigError(f"--keep-nvme {kept}: not a folder; name a folder, which need not exist yet")
     from kvtier.bench.demo import run_demo
-    raise typer.Exit(run_demo(device=device, model=model, config=config, keep_nvme=keep_nvme, json_file=json, users=users,
+    raise typer.Exit(run_demo(device=device, model=model, config=config, keep_nvme=kept, json_file=json, users=users,
                               turns=turns, quick=quick))
 
 
 @app.command()
-def doctor(directory: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the NVMe level.")] = None,
+def doctor(directory: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for the NVMe level.")] = None,
            config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings (YAML or TOML) to check.")] = None,
            json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
     """Say what this machine can do, with the exact next step for whatever it cannot. Exit code 1 if a line fails."""
     from kvtier.tiering.doctor import examine, print_report
-    report = examine(directory, config)
+    report = examine(_folder(directory, "--directory"), config)
     if json:
         typer.echo(json_format.dumps(report.as_json(), indent=2))
     else:
@@ -88,31 +103,69 @@ def bench_copy(json: JsonFile = None, quick: Quick = False) -> None:
 
 
 @bench.command("nvme")
-def bench_nvme(directory: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder on the drive to measure.")] = None,
+def bench_nvme(directory: Annotated[str | None, typer.Option(metavar="DIR", help="Folder on the drive to measure.")] = None,
                json: JsonFile = None, quick: Quick = False) -> None:
     """Block reads and writes beside raw direct I/O of the same size, bytes verified."""
     from kvtier.bench.nvme import run_nvme
-    raise typer.Exit(run_nvme(directory=directory, json_file=json, quick=quick))
+    raise typer.Exit(run_nvme(directory=_folder(directory, "--directory"), json_file=json, quick=quick))
 
 
 def main() -> NoReturn:
     """Entry point: run the command and turn what a user can cause into one line and an exit code."""
     try:
-        app(prog_name="kvtier")
+        with _terminated_in_order():
+            app(prog_name="kvtier")
     except KVTierError as error:
         _leave(str(error), USED_WRONGLY if isinstance(error, (ConfigError, RequestError)) else CHECK_FAILED)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "kvtier":
             raise
-        _leave(f"the package {error.name!r} is not installed; pip install 'kvtier[demo]', or run make venv", USED_WRONGLY)
+        from kvtier.bench import INSTALL_DEMO
+        _leave(f"the package {error.name!r} is not installed; {INSTALL_DEMO}", USED_WRONGLY)
     except BrokenPipeError:
         sys.stderr.close()  # whoever read our output has had enough
         sys.exit(CHECK_FAILED)
     except OSError as error:
         _leave(f"{error.filename or 'system'}: {error.strerror or error}", CHECK_FAILED)
+    except _Terminated:
+        _leave("ended by SIGTERM", TERMINATED)
     except KeyboardInterrupt:
         _leave("interrupted", INTERRUPTED)
+    except SystemExit as leaving:
+        if leaving.code == INTERRUPTED:  # typer has turned Ctrl-C into this, and says nothing
+            _leave("interrupted", INTERRUPTED)
+        raise
     sys.exit(0)
+
+
+class _Terminated(Exception):
+    """SIGTERM ended the command."""
+
+
+@contextmanager
+def _terminated_in_order() -> Iterator[None]:
+    """SIGTERM unwinds the command as Ctrl-C does: temporary folders are removed, levels closed. Raises _Terminated then."""
+    received = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal received
+        received = True
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # some senders repeat it at once, and tidying up must not end half-way
+        interrupt = signal.getsignal(signal.SIGINT)
+        if callable(interrupt):  # asyncio has its own while it runs; that of Python raises KeyboardInterrupt
+            interrupt(signal.SIGINT, frame)
+        else:  # a shell starts background jobs with SIGINT ignored
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        if received:
+            raise _Terminated from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _leave(message: str, code: int) -> NoReturn:

@@ -153,6 +153,12 @@ def test_what_cannot_be_done_is_refused_before_the_model_is_loaded(run, options,
         run(**options)
 
 
+def test_a_file_for_the_figures_that_cannot_be_written_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "load_demo_model", None)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        demo.run_demo(json_file=tmp_path / "missing" / "figures.json")
+
+
 def test_an_unknown_key_in_the_file_is_refused(run, tmp_path):
     file = tmp_path / "tier.toml"
     file.write_text('primari = "5 blocks"\n')

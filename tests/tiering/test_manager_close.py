@@ -39,7 +39,7 @@ def test_closing_is_bounded_while_reads_are_in_flight(warm_cache: WarmCache, cap
     assert "still ran after 0.2 s" in caplog.text
     started = time.monotonic()
     cache.close(timeout=0.2)
-    assert time.monotonic() - started < 0.1, "closing again does nothing"
+    assert time.monotonic() - started < 2.0, "closing again tries again, bounded too"
 
 
 def test_closing_waits_for_stores_that_are_under_way(make_cache: MakeCache) -> None:

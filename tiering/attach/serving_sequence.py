@@ -79,9 +79,8 @@ class ServedSequence:
     def confirm(self, valid: int) -> None:
         """So many of the promised tokens are really there. After a bad read computing goes on where the good ones end."""
         self.loading = False
-        if valid < self.reused:
-            self.computed = min(self.computed, valid)
-            self.reused = valid
+        self.computed = min(self.computed, valid)
+        self.reused = min(self.reused, valid)
         if not self.has_started:
             self.has_started = True
             self.answer.reused_tokens = self.reused
@@ -117,7 +116,8 @@ class ServedSequence:
         self.request = Request(
             old.id, self.tokens, lora_id=old.lora_id, cache_salt=old.cache_salt, extra_ids=extra_ids,
             multimodal=old.multimodal, retention=old.retention,
-            max_new_tokens=self.max_new_tokens - len(self.answer.tokens), num_draft_tokens=old.num_draft_tokens,
+            beam_width=old.beam_width, max_new_tokens=self.max_new_tokens - len(self.answer.tokens),
+            num_draft_tokens=old.num_draft_tokens, encoder_length=old.encoder_length,
             skip_read=old.skip_read or skip_read, skip_write=old.skip_write, lora_digest=old.lora_digest,
             extra_ids_digest=old.extra_ids_digest)
         self.prompt_is_stored = False

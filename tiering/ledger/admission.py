@@ -7,6 +7,7 @@ match beats a partial one, and among partial ones the last reuses in place while
 from __future__ import annotations
 
 from kvtier.pools.pool_index import NVME, PRIMARY, level_of
+from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.key import Namespace, TokenKeys
 from kvtier.tiering.ledger.request import Request
@@ -59,9 +60,10 @@ def present_prefix(walk: Walk, group: int) -> list[Block]:
 class BatchPlanner:
     """Plans the requests of one batch in order."""
 
-    def __init__(self, tree: ReuseTree, group: int, partial_reuse: bool, copy_on_partial_reuse: bool) -> None:
+    def __init__(self, tree: ReuseTree, allocator: BlockAllocator, partial_reuse: bool, copy_on_partial_reuse: bool) -> None:
         self.tree = tree
-        self.group = group
+        self.allocator = allocator
+        self.group = allocator.group
         self.partial_reuse = partial_reuse
         self.copy_on_partial_reuse = copy_on_partial_reuse
         self.plans: list[AdmissionPlan] = []
@@ -118,8 +120,11 @@ class BatchPlanner:
 
     def _match_partial(self, plan: AdmissionPlan, walk: Walk, usable: int) -> None:
         for shared, block in self.tree.partial_candidates(walk, plan.keys, usable, self.group):
-            if level_of(block.index) == NVME:
-                continue  # a file read for part of a block costs as much as for all of it
+            level = level_of(block.index)
+            if level == NVME or (level == PRIMARY and self.allocator.is_busy(block)):
+                # A file read for part of a block costs as much as for all of it. And a copy that waits for a read under way would
+                # hold its new slot, and whoever gets that next, behind the file.
+                continue
             node = block.node
             assert node is not None
             must_copy = block.ref_count > 0 or not node.is_leaf(block.position) or block.id in self._fully_matched

@@ -10,37 +10,27 @@ from typing import Final, cast
 
 from kvtier.errors import CapacityError
 from kvtier.policies.eviction import NOT_QUEUED, EvictionQueues, QueueRecord
-from kvtier.policies.retention import DEFAULT_PRIORITY
-from kvtier.pools.pool_index import NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of, pool_index, slot_of
+from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
-from kvtier.tiering.ledger.moves import Move, MoveLog
+from kvtier.tiering.ledger.moves import Move, MoveLog, WarmRow
+from kvtier.tiering.ledger.rules import TierRules
+from kvtier.tiering.ledger.slots import SlotTable
 from kvtier.tiering.ledger.stats import LedgerCounters
 from kvtier.tiering.ledger.tree import ReuseTree
-from kvtier.types import BlockId
 
 MAX_WRITES_IN_FLIGHT: Final = 64
 MAX_SCAN: Final = 4096
+ALREADY_EXPIRED: Final = 1e-9  # on the clock of releases, where 0.0 means never
 
 
-class TierRules:
-    """What governs the steps down: thresholds (inclusive), backings, share of the secondary level kept clean."""
-
-    def __init__(self, secondary_offload_min_priority: int = DEFAULT_PRIORITY, nvme_offload_min_priority: int = DEFAULT_PRIORITY,
-                 keep_backing: bool = True, write_ahead_share: float = 0.25) -> None:
-        self.secondary_offload_min_priority = secondary_offload_min_priority
-        self.nvme_offload_min_priority = nvme_offload_min_priority
-        self.keep_backing = keep_backing
-        self.write_ahead_share = write_ahead_share
-
-
-class BlockAllocator:
+class BlockAllocator(SlotTable):
     """Handles, queues and slots of one group."""
 
     def __init__(self, group: int, num_blocks: tuple[int, int, int], tokens_per_block: int, queues: EvictionQueues, tree: ReuseTree,
                  moves: MoveLog, events: EventLog, counters: LedgerCounters, rules: TierRules) -> None:
+        super().__init__(num_blocks)
         self.group = group
-        self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
         self.queues = queues
         self.tree = tree
@@ -49,22 +39,14 @@ class BlockAllocator:
         self.counters = counters
         self.rules = rules
         self.now = 0.0
-        self.blocks: list[Block] = []
-        self.holders: list[list[Block]] = [[] for _ in range(NUM_LEVELS)]     # by slot
-        self.generations: list[list[int]] = [[0] * n for n in num_blocks]     # how often the slot was given to a writer
-        self.busy: list[list[int]] = [[0] * n for n in num_blocks]            # host-ordered Moves that use the slot
-        self.num_busy: list[int] = [0] * NUM_LEVELS
+        self.wall_clock_offset = 0.0  # wall clock less the clock of releases: expiries outlive the process in wall-clock time
         self.quarantined: set[int] = set()                                    # NVMe slots that must not be used
         self.warm: dict[bytes, Block] = {}
         self.writes_in_flight = 0
         self._spares: list[Block] = []       # of promotions in this call; released when it ends
         self._may_write_ahead = True
-        for level in range(NUM_LEVELS):
-            for slot in range(num_blocks[level]):
-                block = Block(BlockId(len(self.blocks)), pool_index(level, slot))
-                self.blocks.append(block)
-                self.holders[level].append(block)
-                queues.add_empty_last(block, level)
+        for block in self.blocks:
+            queues.add_empty_last(block, level_of(block.index))
 
     # -- taking and giving back ------------------------------------------------------------------------------------------
 
@@ -120,9 +102,6 @@ class BlockAllocator:
             self._spares = []
             for spare in spares:
                 self._settle(spare)
-
-    def is_busy(self, block: Block) -> bool:
-        return self.busy[level_of(block.index)][slot_of(block.index)] > 0
 
     # -- up and down -----------------------------------------------------------------------------------------------------
 
@@ -269,22 +248,37 @@ class BlockAllocator:
                 return block
         return None
 
-    def adopt_warm(self, slot: int, key: bytes, priority: int) -> None:
-        """At start: this NVMe slot already holds the block with this chain key."""
-        block = self.holders[NVME][slot]
-        if key in self.warm:
-            self.moves.discard(self.group, slot)
+    def adopt_warm(self, row: WarmRow) -> None:
+        """At start: this NVMe slot already holds the block with this chain key. Its duration goes on counting."""
+        block = self.holders[NVME][row.slot]
+        if row.key in self.warm:
+            self.moves.discard(self.group, row.slot)
             return
         self.queues.claim(block)
-        block.warm_key = key
-        block.priority = priority
-        self.warm[key] = block
-        self.add_content(block)
+        block.warm_key = row.key
+        block.priority = row.priority
+        self.warm[row.key] = block
+        self.queues.note_use(block)
+        if row.expiry > 0.0:
+            block.expires_at = max(row.expiry - self.wall_clock_offset, ALREADY_EXPIRED)
+        self._settle(block)
 
     def quarantine_slot(self, slot: int) -> None:
         """At start: an NVMe slot that failed its check earlier. It is never used."""
         self.queues.claim(self.holders[NVME][slot])
         self.quarantined.add(slot)
+
+    def condemn(self, slot: int) -> None:
+        """An NVMe slot was found bad: what it held is forgotten, and it is never used again."""
+        handle = self.holders[NVME][slot]
+        self.queues.claim(handle)
+        if handle.owner is not None:
+            self._unlink_backing(handle)
+        elif handle.has_content:
+            self.drop(handle)
+        if slot not in self.quarantined:
+            self.quarantined.add(slot)
+            self.counters.quarantined += 1
 
     def finish(self, move: Move, failed: bool, source_is_bad: bool) -> Block | None:
         """A Move has ended. Returns the handle whose content is lost when it failed and the slot is still that Move's."""
@@ -448,13 +442,10 @@ class BlockAllocator:
         slot = slot_of(target.index)
         if level != PRIMARY:  # a primary slot got its generation from take()
             self.generations[level][slot] += 1
+        content = source.owner or source
+        expiry = content.expires_at + self.wall_clock_offset if content.expires_at > 0.0 else 0.0
         self.moves.move(self.group, source.id, source.index, self.generations[level_of(source.index)][slot_of(source.index)],
-                        target.index, self.generations[level][slot], num_tokens, key, (source.owner or source).priority)
-
-    def _exchange(self, left: Block, right: Block) -> None:
-        left.index, right.index = right.index, left.index
-        self.holders[level_of(left.index)][slot_of(left.index)] = left
-        self.holders[level_of(right.index)][slot_of(right.index)] = right
+                        target.index, self.generations[level][slot], num_tokens, key, content.priority, expiry)
 
     def _level_changed(self, block: Block, old: int, new: int) -> None:
         if self.events.enabled and block.node is not None:
@@ -489,16 +480,3 @@ class BlockAllocator:
         if handle.ref_count == 0 and not handle.has_content and handle.owner is None and not self.is_busy(handle):
             self.drop_backings(handle)
         self._settle(handle)
-
-    def _set_busy(self, block: Block) -> None:
-        level = level_of(block.index)
-        slot = slot_of(block.index)
-        if self.busy[level][slot] == 0:
-            self.num_busy[level] += 1
-        self.busy[level][slot] += 1
-
-    def _end_busy(self, level: int, slot: int) -> None:
-        self.busy[level][slot] -= 1
-        assert self.busy[level][slot] >= 0
-        if self.busy[level][slot] == 0:
-            self.num_busy[level] -= 1

@@ -6,6 +6,7 @@ subscriber sees a gap when events were dropped.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 
@@ -65,13 +66,17 @@ class Event:
 
 
 class EventLog:
-    """Collects events until ``flush`` hands them over as one batch. Does nothing unless enabled."""
+    """Collects events until ``flush`` hands them over as one batch.
 
-    def __init__(self, enabled: bool, num_groups: int) -> None:
-        self.enabled = enabled
+    Keeps the newest ``max_events``: whoever never flushes must not fill the memory. With 0 nothing is collected.
+    """
+
+    def __init__(self, max_events: int, num_groups: int) -> None:
+        self.enabled = max_events > 0
+        self._max_events = max_events
         self._next_id = 0
         self._removed: list[list[bytes]] = [[] for _ in range(num_groups)]
-        self._events: list[Event] = []
+        self._events: deque[Event] = deque(maxlen=max_events)
 
     def created(self, group: int, num_blocks_per_level: tuple[int, ...]) -> None:
         if self.enabled:
@@ -85,6 +90,8 @@ class EventLog:
     def removed(self, group: int, block_hash: bytes) -> None:
         if self.enabled:
             self._removed[group].append(block_hash)
+            if len(self._removed[group]) >= self._max_events:
+                self._publish_removed(group)
 
     def level_changed(self, group: int, block_hash: bytes, old: int, new: int) -> None:
         if self.enabled:
@@ -98,8 +105,8 @@ class EventLog:
         """Everything since the last flush, in order."""
         for group in range(len(self._removed)):
             self._publish_removed(group)
-        batch = self._events
-        self._events = []
+        batch = list(self._events)
+        self._events.clear()
         return batch
 
     def _publish_removed(self, group: int) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
+from bisect import bisect_right
 from typing import Final
 
 from kvtier.errors import RequestError
@@ -106,10 +107,12 @@ class TokenKeys:
             self._data = b"".join(struct.pack("<iQ", token, extra) for token, extra in zip(ids, request.extra_ids, strict=True))
         self._appended: list[int] = []
         self.suffixes: dict[int, bytes] = {}
+        self.suffix_blocks: list[int] = []  # ascending
         if request.multimodal:
             for block in range((request.num_tokens + tokens_per_block - 1) // tokens_per_block):
                 runs = multimodal_runs(request.multimodal, block * tokens_per_block, (block + 1) * tokens_per_block)
                 if runs:
+                    self.suffix_blocks.append(block)
                     self.suffixes[block] = b"M" + b"".join(
                         struct.pack("<32sQII", digest, offset, position, tokens) for position, tokens, digest, offset in runs)
 
@@ -140,6 +143,11 @@ class TokenKeys:
         key = self.data()[start:start + num_tokens * self.width]
         suffix = self.suffixes.get(block)
         return key if suffix is None else key + suffix
+
+    def plain_end(self, block: int, limit: int) -> int:
+        """The first block behind ``block`` that has a suffix, at most ``limit``."""
+        place = bisect_right(self.suffix_blocks, block)
+        return min(self.suffix_blocks[place], limit) if place < len(self.suffix_blocks) else limit
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Token ids [start, end) as integers."""

@@ -14,34 +14,21 @@ from kvtier.policies.eviction import NOT_QUEUED, eviction_queues
 from kvtier.policies.retention import DEFAULT_PRIORITY, check_priority
 from kvtier.pools.pool_index import LEVEL_NAMES, NUM_LEVELS, PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger.admission import AdmissionPlan, BatchPlanner
-from kvtier.tiering.ledger.allocator import BlockAllocator, TierRules
+from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
+from kvtier.tiering.ledger.keeping import apply_retention, change_priority, set_retention, take_for
 from kvtier.tiering.ledger.key import Namespace, TokenKeys
 from kvtier.tiering.ledger.moves import Move, MoveLog, WarmRow
 from kvtier.tiering.ledger.request import Request
+from kvtier.tiering.ledger.room import free_beside, require_room
+from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.ledger.sequence import ActiveSequence, Lease, check_token
 from kvtier.tiering.ledger.stats import LedgerCounters
 from kvtier.tiering.ledger.storing import adopt_warm_blocks, store_blocks
 from kvtier.tiering.ledger.tree import ReuseTree
 
 GROUP: Final = 0  # the one full-attention group
-
-
-class LedgerRules(TierRules):
-    """All that governs a ledger."""
-
-    def __init__(self, enable_block_reuse: bool = True, enable_partial_reuse: bool = True, copy_on_partial_reuse: bool = True,
-                 secondary_offload_min_priority: int = DEFAULT_PRIORITY, nvme_offload_min_priority: int = DEFAULT_PRIORITY,
-                 keep_backing: bool = True, write_ahead_share: float = 0.25, policy: str = "default", publish_events: bool = True,
-                 namespace_seed: bytes = b"") -> None:
-        super().__init__(secondary_offload_min_priority, nvme_offload_min_priority, keep_backing, write_ahead_share)
-        self.enable_block_reuse = enable_block_reuse
-        self.enable_partial_reuse = enable_partial_reuse
-        self.copy_on_partial_reuse = copy_on_partial_reuse
-        self.policy = policy
-        self.publish_events = publish_events
-        self.namespace_seed = namespace_seed
 
 
 class Ledger:
@@ -57,7 +44,7 @@ class Ledger:
         self.rules = rules
         self.counters = LedgerCounters()
         self.moves = MoveLog()
-        self.events = EventLog(rules.publish_events, 1)
+        self.events = EventLog(rules.max_events, 1)
         self.tree = ReuseTree(1, tokens_per_block)
         queues = eviction_queues(rules.policy, NUM_LEVELS)
         self.allocator = BlockAllocator(GROUP, num_blocks, tokens_per_block, queues, self.tree, self.moves, self.events,
@@ -89,7 +76,7 @@ class Ledger:
             if request.id in self.sequences or request.id in batch_ids:
                 raise RequestError(f"request {request.id}: this id is active already; remove that sequence first or use another id")
             batch_ids.add(request.id)
-        planner = BatchPlanner(self.tree, GROUP, self.rules.enable_partial_reuse, self.rules.copy_on_partial_reuse)
+        planner = BatchPlanner(self.tree, self.allocator, self.rules.enable_partial_reuse, self.rules.copy_on_partial_reuse)
         for request in requests:
             plan = AdmissionPlan(request, TokenKeys(request, self.tokens_per_block), Namespace(self.rules.namespace_seed, request))
             if self.rules.enable_block_reuse and not request.skip_read:
@@ -97,9 +84,9 @@ class Ledger:
                 planner.plan(plan)
             else:
                 planner.plans.append(plan)
-        if planner.needed_primary() > self._available(planner.protected()):
+        if planner.needed_primary() > free_beside(self.allocator, planner.protected()):
             planner.give_up_copies()
-        self._require(planner.needed_primary(), planner.protected(), f"requests {sorted(batch_ids)}")
+        require_room(self.allocator, self.sequences, planner.needed_primary(), planner.protected(), f"requests {sorted(batch_ids)}")
         return self._carry_out(planner.plans)
 
     def _carry_out(self, plans: list[AdmissionPlan]) -> list[ActiveSequence]:
@@ -113,7 +100,7 @@ class Ledger:
             for position, block in enumerate(plan.matches):
                 sequence.origin_levels.append(level_of(block.index))
                 allocator.hold(block)
-                self._apply_retention(plan.request, position, block)
+                apply_retention(self.allocator, plan.request, position, block)
             if plan.partial is not None:
                 sequence.origin_levels.append(level_of(plan.partial.index))
                 allocator.queues.claim(plan.partial)
@@ -140,11 +127,11 @@ class Ledger:
             self.tree.detach(partial, GROUP)
             allocator.drop_backings(partial)  # they hold what is about to be overwritten
             allocator.promote(partial)
-            self._set_retention(plan.request, len(plan.matches), partial, partial.priority, 0.0)
+            set_retention(self.tokens_per_block, plan.request, len(plan.matches), partial, partial.priority, 0.0)
             partial.ref_count += 1
             sequence.blocks.append(partial)
         elif partial is not None:
-            target = self._take_for(plan.request, len(plan.matches), partial.priority, partial.duration)
+            target = take_for(self.allocator, plan.request, len(plan.matches), partial.priority, partial.duration)
             allocator.copy(partial, target, plan.partial_tokens)
             sequence.blocks.append(target)
             takers[partial.id] -= 1
@@ -153,7 +140,7 @@ class Ledger:
                 allocator.add_content(partial)
         sequence.num_prefix_blocks = len(sequence.blocks)
         while len(sequence.blocks) < plan.num_blocks:
-            sequence.blocks.append(self._take_for(plan.request, len(sequence.blocks)))
+            sequence.blocks.append(take_for(self.allocator, plan.request, len(sequence.blocks)))
         sequence.prepopulated = plan.prepopulated
         sequence.valid = plan.prepopulated
         sequence.computed = plan.prepopulated
@@ -188,7 +175,7 @@ class Ledger:
             if appended:
                 needed += self._blocks_for(sequence.num_tokens + len(appended)) - len(sequence.blocks)
                 needed += self._must_copy_tail(sequence)
-        self._require(needed, set(), f"one more step of requests {list(ids)}")
+        require_room(self.allocator, self.sequences, needed, set(), f"one more step of requests {list(ids)}", frozenset(ids))
         for request_id, appended in zip(ids, tokens, strict=True):
             if appended:
                 self._append(self.sequences[request_id], appended)
@@ -217,10 +204,11 @@ class Ledger:
         sequence.computed = num_tokens
 
     def rewind(self, request_id: int, num_tokens: int) -> None:
-        """Take back the last ``num_tokens`` generated tokens (rejected drafts).
+        """Take back the last ``num_tokens`` generated tokens (rejected drafts). A block that was cut leaves the tree.
 
         Raises:
             RequestError: more than was generated.
+            CapacityError: the cut block is shared and no primary block is free for a private copy; nothing has changed.
         """
         sequence = self.sequence(request_id)
         generated = sequence.num_tokens - sequence.request.num_tokens
@@ -229,16 +217,22 @@ class Ledger:
         if num_tokens == 0:
             return
         left = sequence.num_tokens - num_tokens
+        last = self._blocks_for(left) - 1
+        is_cut = left % self.tokens_per_block != 0
+        if is_cut and sequence.blocks[last].ref_count > 1:
+            require_room(self.allocator, self.sequences, 1, set(), f"a private copy for request {request_id}")
         sequence.keys.truncate(left)
         sequence.computed = min(sequence.computed, left)
-        while len(sequence.blocks) > self._blocks_for(left):
+        while len(sequence.blocks) > last + 1:
             self.allocator.release(sequence.blocks.pop())
+        if is_cut:
+            self._make_writable(sequence, last)
 
     def make_writable(self, request_id: int, position: int) -> Block:
         """The sequence's block at this position, alone in holding it and out of the tree, so that it may be written."""
         sequence = self.sequence(request_id)
         if sequence.blocks[position].ref_count > 1:
-            self._require(1, set(), f"a private copy for request {request_id}")
+            require_room(self.allocator, self.sequences, 1, set(), f"a private copy for request {request_id}")
         self._make_writable(sequence, position)
         return sequence.blocks[position]
 
@@ -309,7 +303,7 @@ class Ledger:
         """Change the retention priority of an unreferenced block that holds content."""
         check_priority("priority", priority)
         block = self._idle(block_id, "set_priority")
-        self._change_priority(block, priority)
+        change_priority(self.allocator, block, priority)
         self.allocator.queues.claim(block)
         self.allocator.add_content(block)
 
@@ -329,7 +323,7 @@ class Ledger:
             return
         if block.node is None:
             raise RequestError(f"block {block_id}: found on NVMe at start and not matched yet; its tokens are unknown")
-        self._require(1, set(), f"block {block_id}")
+        require_room(self.allocator, self.sequences, 1, set(), f"block {block_id}")
         self.allocator.queues.claim(block)
         self.allocator.promote(block)
         self.allocator.end_call()
@@ -397,7 +391,7 @@ class Ledger:
             if self.allocator.queues.free[PRIMARY] == 0:
                 sequence.must_preempt = True
                 return
-            private = self._take_for(sequence.request, position)
+            private = take_for(self.allocator, sequence.request, position)
             sequence.blocks[position] = private
             self.allocator.release(block)
         sequence.num_prefix_blocks = min(sequence.num_prefix_blocks, first)
@@ -424,10 +418,10 @@ class Ledger:
         for slot in quarantined:
             self.allocator.quarantine_slot(slot)
         for row in sorted(rows, key=_warm_order):
-            self.allocator.adopt_warm(row.slot, row.key, row.priority)
+            self.allocator.adopt_warm(row)
 
     def reset(self) -> None:
-        """Forget all cached content on all levels. Active sequences keep their blocks, which are stored by nobody's leave.
+        """Forget all cached content on all levels.
 
         Raises:
             RequestError: sequences or leases are active.
@@ -442,83 +436,13 @@ class Ledger:
 
     def sequence(self, request_id: int) -> ActiveSequence:
         """Raises UnknownRequest."""
-        sequence = self.sequences.get(request_id)
+        sequence = self.sequences.get(request_id) if isinstance(request_id, int) else None
         if sequence is None:
             raise UnknownRequest(f"request {request_id!r}: no active sequence has this id (active: {len(self.sequences)})")
         return sequence
 
     def _blocks_for(self, num_tokens: int) -> int:
         return (num_tokens + self.tokens_per_block - 1) // self.tokens_per_block
-
-    def _take_for(self, request: Request, position: int, priority: int = DEFAULT_PRIORITY, duration: float = 0.0) -> Block:
-        """A referenced primary block for the prompt block at ``position``, with the request's retention or else the given one."""
-        block = self.allocator.take(DEFAULT_PRIORITY, 0.0)
-        self._set_retention(request, position, block, priority, duration)
-        block.ref_count = 1
-        return block
-
-    def _set_retention(self, request: Request, position: int, block: Block, priority: int, duration: float) -> None:
-        """Retention of a block that is in no queue and in no tree; ``priority`` and ``duration`` apply where the request says nothing."""
-        asked: int | None = None
-        asked_duration: float | None = None
-        if request.retention is not None:
-            asked, asked_duration = request.retention.for_position(position * self.tokens_per_block)
-        block.priority = priority if asked is None else asked
-        block.duration = duration if asked is None else asked_duration or 0.0
-        block.expires_at = 0.0
-
-    def _apply_retention(self, request: Request, position: int, block: Block) -> None:
-        """A match may raise or lower the priority of what it matched; a duration is always replaced."""
-        priority: int | None = None
-        duration: float | None = None
-        if request.retention is not None:
-            priority, duration = request.retention.for_position(position * self.tokens_per_block)
-        if priority is not None:
-            self._change_priority(block, priority)
-        block.duration = duration or 0.0
-        block.expires_at = 0.0
-
-    def _change_priority(self, block: Block, priority: int) -> None:
-        if block.priority != priority:
-            if self.events.enabled and block.node is not None:
-                self.events.priority_changed(GROUP, self.allocator.chain_key(block), block.priority, priority)
-            block.priority = priority
-
-    def _require(self, needed: int, wanted: set[int], what: str) -> None:
-        """Raise CapacityError unless ``needed`` primary blocks can be taken beside the ``wanted`` ones, which must stay."""
-        available = self._available(wanted)
-        if needed <= available:
-            return
-        total = self.allocator.num_blocks[PRIMARY]
-        preempt = self._whom_to_preempt(needed - available, wanted)
-        busy = sum(1 for block in self.allocator.holders[PRIMARY] if block.ref_count == 0 and self.allocator.is_busy(block))
-        remedy = (f"pre-empt requests {preempt}" if preempt else
-                  f"try again when {busy} blocks are free that a file is being read into" if busy and needed <= total else
-                  f"enlarge primary (now {total} blocks of {self.tokens_per_block} tokens) or send fewer tokens")
-        raise CapacityError(f"{what}: {needed} primary blocks needed, {available} available of {total}; {remedy}", needed, available,
-                            preempt)
-
-
-    def _available(self, wanted: set[int]) -> int:
-        """Free primary blocks beside the ``wanted`` ones."""
-        blocks = self.allocator.blocks
-        held = sum(1 for block_id in wanted if blocks[block_id].queue != NOT_QUEUED and level_of(blocks[block_id].index) == PRIMARY)
-        return self.allocator.queues.free[PRIMARY] - held
-
-    def _whom_to_preempt(self, missing: int, wanted: set[int]) -> list[int]:
-        """Sequences, newest first, whose end frees ``missing`` blocks that are not ``wanted``; none when all of them would not."""
-        references: dict[int, int] = {}  # that are left: a shared block is free when the last of its sequences has ended
-        preempt: list[int] = []
-        for sequence in sorted(self.sequences.values(), key=_admission_order, reverse=True):
-            preempt.append(sequence.id)
-            for block in sequence.blocks:
-                left = references.get(block.id, block.ref_count) - 1
-                references[block.id] = left
-                if left == 0 and block.id not in wanted and not self.allocator.is_busy(block):
-                    missing -= 1
-            if missing <= 0:
-                return preempt
-        return []
 
 
 def _require_reported(sequence: ActiveSequence) -> None:
@@ -534,6 +458,3 @@ def _require_reported(sequence: ActiveSequence) -> None:
 def _warm_order(row: WarmRow) -> int:
     return row.hits
 
-
-def _admission_order(sequence: ActiveSequence) -> int:
-    return sequence.order

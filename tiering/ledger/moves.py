@@ -87,9 +87,9 @@ class MoveLog:
         self._records: list[Move | Discard] = []
 
     def move(self, group: int, block_id: int, source: PoolIndex, source_generation: int, destination: PoolIndex,
-             destination_generation: int, num_tokens: int, key: bytes, priority: int) -> None:
+             destination_generation: int, num_tokens: int, key: bytes, priority: int, expiry: float) -> None:
         self._records.append(Move(self.next_number, group, block_id, source, source_generation, destination,
-                                  destination_generation, num_tokens, key, priority))
+                                  destination_generation, num_tokens, key, priority, expiry))
         self.next_number += 1
 
     def discard(self, group: int, slot: int) -> None:

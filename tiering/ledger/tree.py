@@ -136,9 +136,8 @@ class ReuseTree:
                 suffix = suffixes.get(block)
                 if suffix is not None:
                     key += suffix
-                for other in suffixes:  # a plain run never covers a block with a suffix
-                    if block < other < block + reach:
-                        reach = other - block
+                else:
+                    reach = keys.plain_end(block, limit) - block  # a plain run never covers a block with a suffix
             child = node.children.get(key)
             if child is None:
                 break
@@ -197,10 +196,7 @@ class ReuseTree:
                 places.append((node, 0))
                 block += 1
                 continue
-            end = limit
-            for other in keys.suffixes:
-                if block < other < end:
-                    end = other
+            end = keys.plain_end(block, limit)
             label = data[block * keys.block_bytes:end * keys.block_bytes]
             count = end - block
             if node.is_plain and not node.children and node.length + count <= MAX_GROWING_RUN:

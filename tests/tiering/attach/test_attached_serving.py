@@ -145,7 +145,7 @@ def test_slow_reads_hold_up_only_those_who_wait_for_them(serving, generated):
     first = serving()
     talk(first, generated, turns=1)
     serving.end(first)
-    slow = serving(model="tiny@test:0", faults=Faults([FaultRule(FaultKind.DELAY, FaultOperation.READ, seconds=0.1)]))
+    slow = serving(model="tiny@test:0", faults=Faults([FaultRule(FaultKind.DELAY, FaultOperation.READ, seconds=0.2)]))
     stored, fresh = [*opening(0), 60], [190] * 20
     slow.submit(Request(0, stored, max_new_tokens=3))
     slow.submit(Request(1, fresh, max_new_tokens=3))

@@ -288,7 +288,7 @@ def test_a_token_that_the_model_does_not_know_is_refused(serve, token):
 
 def test_a_request_must_ask_for_a_token(serve, prompts):
     with pytest.raises(RequestError, match="max_new_tokens=0"):
-        serve().submit(Request(0, prompts[0]))
+        serve().submit(Request(0, prompts[0], max_new_tokens=0))
 
 
 @pytest.mark.parametrize("options", [{"chunk_size": 0}, {"max_batch_size": 0}])

@@ -17,9 +17,10 @@ from kvtier.policies.retention import RetentionConfig, TokenRange
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import Removed, Stored, Updated
-from kvtier.tiering.ledger.ledger import Ledger, LedgerRules
+from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
 from kvtier.tiering.ledger.request import Request
+from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.ledger.sequence import ActiveSequence
 
 TOKENS_PER_BLOCK = 4

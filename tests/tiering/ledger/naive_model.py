@@ -120,7 +120,7 @@ class PretendTier:
 
     Attributes:
         cells: by (level, slot).
-        rows: the manifest, NVMe slot to chain key.
+        rows: the manifest, NVMe slot to chain key; row_retention: and to priority and expiry.
         waiting: records not carried out yet, by number. ended: (Move, failed) not reported to the ledger yet.
         condemns: whether a failing read from NVMe shows that the slot is bad; otherwise only the way from there failed.
     """
@@ -129,6 +129,7 @@ class PretendTier:
         self.ledger = ledger
         self.cells: dict[Place, list[Cell]] = {}
         self.rows: dict[int, bytes] = {}
+        self.row_retention: dict[int, tuple[int, float]] = {}
         self.quarantined: set[int] = set()
         self.waiting: list[Move | Discard] = []
         self.ended: list[tuple[Move, bool]] = []
@@ -195,6 +196,7 @@ class PretendTier:
             self.cells[target][:count] = self.cells[source][:count]
             if target[0] == NVME:
                 self.rows[target[1]] = record.key
+                self.row_retention[target[1]] = (record.priority, record.expiry)
             self.carried_out.append(record)
         self.ended.append((record, failed))
 
@@ -431,6 +433,17 @@ class Driver:
             if sequence.must_preempt or any(_place(block.index) in unsettled for block in sequence.blocks):
                 continue
             self.check_sequence(request_id)
+
+    def check_writing_ends(self, now: float) -> None:
+        """Left alone, the tier stops moving blocks: there is nothing that two of them could want in turns."""
+        for _ in range(2 + sum(self.ledger.allocator.num_blocks)):
+            self.tier.settle()
+            before = len(self.tier.carried_out)
+            self.refresh(now)
+            self.tier.settle()
+            if len(self.tier.carried_out) == before:
+                return
+        raise AssertionError("write-ahead goes on for ever")
 
     def check_idle(self) -> None:
         """Everything that holds once all requests have ended and all Moves have been reported."""

@@ -10,9 +10,10 @@ from kvtier.pools.pool_index import PRIMARY
 from kvtier.tiering.ledger import capacity
 from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.key import BlockKey, Namespace, TokenKeys, next_chain_key
-from kvtier.tiering.ledger.ledger import Ledger, LedgerRules
+from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import WarmRow
 from kvtier.tiering.ledger.request import Request
+from kvtier.tiering.ledger.rules import LedgerRules
 
 # -- match -------------------------------------------------------------------------------------------------------------
 

@@ -9,9 +9,10 @@ from naive_model import Driver, always
 from kvtier.policies.retention import RetentionConfig, TokenRange
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY
 from kvtier.tiering.ledger.events import Created, EventLog, Removed, Stored, StoredBlock, Updated
-from kvtier.tiering.ledger.ledger import Ledger, LedgerRules
+from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import WarmRow
 from kvtier.tiering.ledger.request import Request
+from kvtier.tiering.ledger.rules import LedgerRules
 
 
 def driver(primary: int, secondary: int = 0, nvme: int = 0, **rules: Any) -> Driver:
@@ -91,7 +92,7 @@ def stored_block(name: bytes) -> StoredBlock:
 
 
 def test_removed_blocks_are_collected_and_published_before_the_next_stored_of_their_group() -> None:
-    log = EventLog(True, 2)
+    log = EventLog(1024, 2)
     log.removed(0, b"a")
     log.removed(1, b"x")
     log.removed(0, b"b")
@@ -102,7 +103,7 @@ def test_removed_blocks_are_collected_and_published_before_the_next_stored_of_th
 
 
 def test_ids_ascend_by_one_over_all_flushes() -> None:
-    log = EventLog(True, 1)
+    log = EventLog(1024, 1)
     log.created(0, (4,))
     first = log.flush()
     log.level_changed(0, b"a", 0, 1)
@@ -112,13 +113,13 @@ def test_ids_ascend_by_one_over_all_flushes() -> None:
 
 
 def test_a_stored_event_without_blocks_is_none() -> None:
-    log = EventLog(True, 1)
+    log = EventLog(1024, 1)
     log.stored(0, None, [])
     assert log.flush() == []
 
 
 def test_a_log_that_is_off_says_nothing() -> None:
-    cache = driver(3, 1, publish_events=False)
+    cache = driver(3, 1, max_events=0)
     for request_id in range(3):
         prefilled(cache, request_id, range(10 * request_id, 10 * request_id + 9))
         cache.release(request_id)

@@ -18,9 +18,10 @@ from kvtier.errors import CapacityError, RequestError
 from kvtier.policies.retention import RetentionConfig, TokenRange
 from kvtier.pools.pool_index import NVME, PRIMARY, level_of
 from kvtier.tiering.ledger import capacity
-from kvtier.tiering.ledger.ledger import Ledger, LedgerRules
+from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Move, WarmRow
 from kvtier.tiering.ledger.request import MultimodalItem, Request
+from kvtier.tiering.ledger.rules import LedgerRules
 
 IMAGES = (b"\x01" * 32, b"\x02" * 32)
 NAMESPACES: tuple[dict[str, Any], ...] = (
@@ -93,8 +94,10 @@ class LedgerMachine(RuleBasedStateMachine):
         else:
             keywords = dict(self.prompts[-earlier])
             if "extra_ids" not in keywords and "multimodal" not in keywords:
-                keep = data.draw(st.integers(0, len(keywords["tokens"])))
+                keep = len(keywords["tokens"]) - data.draw(st.integers(0, len(keywords["tokens"])))
                 keywords["tokens"] = keywords["tokens"][:keep] + data.draw(suffixes)
+        if "extra_ids" not in keywords and "multimodal" not in keywords and data.draw(st.integers(0, 9)) < 9:
+            keywords["tokens"] = keywords["tokens"][:self.tokens_per_block * self.num_blocks[PRIMARY]]  # mostly, it fits
         self.prompts.append(keywords)
         return keywords
 
@@ -105,6 +108,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), count=st.integers(1, 3))
     def add(self, data: st.DataObject, count: int) -> None:
+        self.make_room(data, 2)
         requests = [self.request(data) for _ in range(count)]
         warm = bool(self.ledger.allocator.warm)
         forecast = capacity.match(self.ledger, requests[0])
@@ -126,6 +130,12 @@ class LedgerMachine(RuleBasedStateMachine):
             assert sequences[0].prepopulated // self.tokens_per_block >= forecast.reusable_blocks
             assert sum(forecast.tokens_by_level) == forecast.reusable_blocks * self.tokens_per_block
 
+    def make_room(self, data: st.DataObject, keep: int) -> None:
+        """Mostly, not too many sequences are in the way of new ones."""
+        if data.draw(st.integers(0, 9)) < 9:
+            for request_id in sorted(self.ledger.sequences)[:-keep]:
+                self.driver.remove(request_id, True)
+
     def check_preemption(self, error: CapacityError, requests: list[Request]) -> None:
         """Removing the named requests makes room; none are named only when that would not help."""
         assert error.needed > error.available
@@ -146,12 +156,14 @@ class LedgerMachine(RuleBasedStateMachine):
         self.driver.tier.condemns = always if source_is_bad else never
 
     @precondition(_has_sequences)
-    @rule(data=st.data(), share=st.integers(1, 4))
-    def compute(self, data: st.DataObject, share: int) -> None:
+    @rule(data=st.data(), share=st.integers(1, 4), store=st.booleans())
+    def compute(self, data: st.DataObject, share: int, store: bool) -> None:
         request_id = self.pick(data)
         target = self.ledger.sequence(request_id).num_tokens * share // 4
         if not self.driver.compute(request_id, target, self.decide(data)):
             self.driver.remove(request_id, True)
+        elif store:
+            self.driver.store_context(request_id)
 
     @precondition(_has_sequences)
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 2), min_size=0, max_size=3))
@@ -177,8 +189,13 @@ class LedgerMachine(RuleBasedStateMachine):
         if num_tokens > generated:
             with pytest.raises(RequestError):
                 self.driver.rewind(request_id, num_tokens)
-        else:
+            return
+        before = snapshot(self.ledger)
+        try:
             self.driver.rewind(request_id, num_tokens)
+        except CapacityError:
+            assert snapshot(self.ledger) == before
+        self.driver.tier.fetch()
 
     @precondition(_has_sequences)
     @rule(data=st.data())
@@ -197,28 +214,31 @@ class LedgerMachine(RuleBasedStateMachine):
         self.driver.compute(request_id, None, self.decide(data))
         self.driver.remove(request_id, True)
 
-    @rule(data=st.data(), count=st.integers(1, 6), write_ahead=st.booleans())
-    def serve(self, data: st.DataObject, count: int, write_ahead: bool) -> None:
-        """Whole lives without failures, so that something is stored."""
+    @rule(data=st.data(), count=st.integers(1, 6), write_ahead=st.booleans(), bad_day=st.booleans())
+    def serve(self, data: st.DataObject, count: int, write_ahead: bool, bad_day: bool) -> None:
+        """Whole lives one after the other, so that much is stored, sent down, and read back."""
+        decide = self.decide(data) if bad_day else never
+        self.make_room(data, 1)
         for _ in range(count):
             request = self.request(data)
             try:
                 self.driver.add(request)
                 for token in data.draw(st.lists(st.integers(0, 2), max_size=3)):
-                    self.driver.append([request.id], [[token]])
+                    if not self.driver.append([request.id], [[token]], decide):
+                        break
             except CapacityError:
                 if request.id not in self.driver.running:
                     continue
-            self.driver.compute(request.id)
+            self.driver.compute(request.id, None, decide)
             self.driver.remove(request.id, True)
             self.driver.check()
             if write_ahead:
                 self.driver.refresh(self.now)
-                self.driver.tier.settle()
+                self.driver.tier.settle(decide)
 
     # -- leases and single blocks
 
-    @precondition(_has_sequences)
+    @precondition(lambda self: self.ledger.sequences and len(self.leases) < 2)
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
         self.leases.append(self.ledger.pin(self.pick(data)))
@@ -315,11 +335,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = Ledger(self.num_blocks, self.tokens_per_block, self.rules_)
         tier = PretendTier(self.ledger)
         tier.rows = dict(old.rows)
+        tier.row_retention = dict(old.row_retention)
         tier.quarantined = set(old.quarantined)
         for slot in range(self.num_blocks[NVME]):
             tier.cells[NVME, slot] = old.cells[NVME, slot]
         self.ledger.set_time(self.now)
-        self.ledger.adopt_store([WarmRow(0, slot, key) for slot, key in sorted(tier.rows.items())], sorted(tier.quarantined))
+        rows = [WarmRow(0, slot, key, *tier.row_retention[slot]) for slot, key in sorted(tier.rows.items())]
+        self.ledger.adopt_store(rows, sorted(tier.quarantined))
         self.driver.ledger = self.ledger
         self.driver.tier = tier
         self.driver.running = {}
@@ -340,8 +362,10 @@ class LedgerMachine(RuleBasedStateMachine):
         for lease in self.leases:
             self.ledger.release_lease(lease)
         self.driver.check_idle()
+        self.driver.check_writing_ends(self.now)
+        self.driver.check_idle()
         self.driver.events.check()
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=6 * settings().max_examples, stateful_step_count=60)
+TestLedger.settings = settings(max_examples=10 * settings().max_examples, stateful_step_count=60)

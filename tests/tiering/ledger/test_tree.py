@@ -200,6 +200,18 @@ def test_chain_keys_do_not_depend_on_how_runs_are_split(grove: Grove) -> None:
     assert before == after
 
 
+def test_a_run_cut_at_its_end_grows_again_with_other_blocks(grove: Grove) -> None:
+    first, second, third = grove.insert([1, 2, 3, 4, 5, 6])
+    assert third.node is not None
+    old = third.node.chain_key(third.position)
+    grove.tree.detach(third, 0)
+    (other,) = grove.insert([1, 2, 3, 4, 9, 9])
+    assert grove.find([1, 2, 3, 4, 9, 9]) == [first, second, other]
+    assert grove.find([1, 2, 3, 4, 5, 6]) == [first, second]
+    assert other.node is not None
+    assert other.node.chain_key(other.position) != old
+
+
 def test_a_growing_run_stays_short_so_that_each_step_of_a_long_generation_is_cheap(grove: Grove) -> None:
     tokens: list[int] = []
     blocks: list[Block] = []
@@ -294,6 +306,12 @@ def test_multimodal_content_is_part_of_what_is_compared(grove: Grove) -> None:
     assert grove.find([1, 2, 7, 7, 5, 6], multimodal=[MultimodalItem(b"\x02" * 32, [(2, 2)])]) == blocks[:1]
 
 
+def test_a_run_of_text_is_not_matched_by_an_item_with_the_same_token_ids(grove: Grove) -> None:
+    blocks = grove.insert([1, 2, 7, 7, 5, 6])
+    assert grove.find([1, 2, 7, 7, 5, 6], multimodal=[MultimodalItem(IMAGE, [(2, 2)])]) == blocks[:1]
+    assert grove.find([1, 2, 7, 7, 5, 6], multimodal=[MultimodalItem(IMAGE, [(4, 2)])]) == blocks[:2]
+
+
 # -- against a tree without compression ------------------------------------------------------------------------------------
 
 
@@ -341,18 +359,22 @@ class NaiveTree:
 prompts = st.tuples(st.sampled_from(("", "", "", "extra", "image")), st.lists(st.integers(0, 1), min_size=1, max_size=12))
 
 
+IMAGE_START = 3
+
+
 def _keywords(kind: str, tokens: list[int]) -> dict[str, Any]:
     if kind == "extra":
         return {"extra_ids": [position % 3 for position in range(len(tokens))]}
-    if kind == "image" and len(tokens) > 3:
-        return {"multimodal": [MultimodalItem(IMAGE, [(1, 2)])]}
+    if kind == "image" and len(tokens) > IMAGE_START + 1:
+        return {"multimodal": [MultimodalItem(IMAGE, [(IMAGE_START, 2)])]}
     return {}
 
 
 def _elements(kind: str, tokens: list[int]) -> list[Any]:
     keywords = _keywords(kind, tokens)
     return [(token, keywords["extra_ids"][position] if kind == "extra" else None,
-             (IMAGE, position - 1) if "multimodal" in keywords and 1 <= position < 3 else None) for position, token in enumerate(tokens)]
+             (IMAGE, position - IMAGE_START) if "multimodal" in keywords and 0 <= position - IMAGE_START < 2 else None)
+            for position, token in enumerate(tokens)]
 
 
 @given(st.sampled_from((1, 2, 3)), st.lists(st.one_of(prompts, st.integers(0, 40)), max_size=40))

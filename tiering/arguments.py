@@ -1,0 +1,44 @@
+"""Checks of what callers pass, shared by the public methods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvtier.errors import RequestError
+from kvtier.tiering.ledger.request import Request
+
+LONGEST: Final = 1e8  # seconds; about three years, within what the platform's clocks can count to
+
+
+def seconds(name: str, value: object) -> float:
+    """A time-out in seconds, at most :data:`LONGEST` (infinity counts as that).
+
+    Raises:
+        RequestError: not a number, NaN, or negative.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise RequestError(f"{name}={value!r}: a time-out is a number of seconds of at least 0")
+    return float(min(value, LONGEST))
+
+
+def positive_number(name: str, value: object) -> float:
+    """A positive finite number. Raises RequestError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
+        raise RequestError(f"{name}={value!r}: must be a positive number")
+    return float(value)
+
+
+def sequence_of(name: str, value: object) -> None:
+    """Raise RequestError unless ``value`` is a list or another sequence (no string)."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise RequestError(f"{name}={value!r}: pass a list")
+
+
+def requests(value: object) -> None:
+    """Raise RequestError unless ``value`` is a list of Request."""
+    sequence_of("requests", value)
+    assert isinstance(value, Sequence)
+    for item in value:
+        if not isinstance(item, Request):
+            raise RequestError(f"requests: {item!r} is no Request; make one with Request(id=..., tokens=...)")

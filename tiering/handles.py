@@ -1,0 +1,46 @@
+"""What the manager hands out for a sequence: ``Admission`` when it is added, ``Lease`` when it is pinned."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtier.tiering.ledger.sequence import ActiveSequence
+from kvtier.tiering.ledger.sequence import Lease as LedgerLease
+
+if TYPE_CHECKING:
+    from kvtier.tiering.core import TierCore
+
+
+class Admission:
+    """What a new sequence got. ``prepopulated_tokens`` is promised, and final once the sequence is ready."""
+
+    def __init__(self, sequence: ActiveSequence) -> None:
+        self.request_id = sequence.id
+        self.prepopulated_tokens = sequence.prepopulated
+        self.total_blocks = sequence.total_blocks
+        self.new_blocks = sequence.new_blocks
+        self.reused_blocks = sequence.reused_blocks
+        self.missed_blocks = sequence.missed_blocks
+
+    def __repr__(self) -> str:
+        return f"Admission(request_id={self.request_id}, prepopulated_tokens={self.prepopulated_tokens})"
+
+
+class Lease:
+    """Blocks pinned for one request until :meth:`release`; also a context manager."""
+
+    def __init__(self, manager: TierCore, lease: LedgerLease) -> None:
+        self._manager = manager
+        self._lease = lease
+        self.block_ids = [block.id for block in lease.blocks]
+
+    def release(self) -> None:
+        """Let go. RequestError when it was released before."""
+        with self._manager.locked() as ledger:
+            ledger.release_lease(self._lease)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_details: object) -> None:
+        self.release()

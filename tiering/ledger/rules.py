@@ -1,0 +1,32 @@
+"""What governs a ledger: thresholds, reuse, backings (design: ledger rules). Plain values; ``TierConfig`` has their documentation."""
+
+from __future__ import annotations
+
+from kvtier.policies.retention import DEFAULT_PRIORITY
+
+
+class TierRules:
+    """What governs the steps down: thresholds (inclusive), backings, share of the secondary level kept clean."""
+
+    def __init__(self, secondary_offload_min_priority: int = DEFAULT_PRIORITY, nvme_offload_min_priority: int = DEFAULT_PRIORITY,
+                 keep_backing: bool = True, write_ahead_share: float = 0.25) -> None:
+        self.secondary_offload_min_priority = secondary_offload_min_priority
+        self.nvme_offload_min_priority = nvme_offload_min_priority
+        self.keep_backing = keep_backing
+        self.write_ahead_share = write_ahead_share
+
+
+class LedgerRules(TierRules):
+    """All that governs a ledger."""
+
+    def __init__(self, enable_block_reuse: bool = True, enable_partial_reuse: bool = True, copy_on_partial_reuse: bool = True,
+                 secondary_offload_min_priority: int = DEFAULT_PRIORITY, nvme_offload_min_priority: int = DEFAULT_PRIORITY,
+                 keep_backing: bool = True, write_ahead_share: float = 0.25, policy: str = "default", max_events: int = 1024,
+                 namespace_seed: bytes = b"") -> None:
+        super().__init__(secondary_offload_min_priority, nvme_offload_min_priority, keep_backing, write_ahead_share)
+        self.enable_block_reuse = enable_block_reuse
+        self.enable_partial_reuse = enable_partial_reuse
+        self.copy_on_partial_reuse = copy_on_partial_reuse
+        self.policy = policy
+        self.max_events = max_events
+        self.namespace_seed = namespace_seed
