@@ -14,17 +14,17 @@ import os
 import sqlite3
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from kvtier.errors import TransferError
 from kvtier.io.checksum import row_digest
+from kvtier.io.manifest_rows import ROW_LAYOUT, ManifestContents, ManifestRow, Place, QuarantineRow, Totals
+from kvtier.io.sqlite_errors import outer_cause, primary_code
 from kvtier.io.wal_check import claimed_frames
 
-Place: TypeAlias = tuple[int, int]
-"""(group, slot)"""
+__all__ = ["Manifest", "ManifestContents", "ManifestRow", "Place", "QuarantineRow", "collector_paused", "wal_path"]
 
 _Statement: TypeAlias = tuple[str, Sequence[tuple[object, ...]]]
 
@@ -40,7 +40,6 @@ _SCHEMA: Final = (
 )
 # SQLite quotes damaged names in its messages, and sqlite3 then fails to decode its own error.
 _SQLITE_ERRORS: Final = (sqlite3.Error, UnicodeDecodeError)
-_ROW: Final = struct.Struct("<qqqqqd")
 _INSERT_BLOCK: Final = "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _DELETE_BLOCK: Final = "DELETE FROM blocks WHERE group_number = ? AND slot = ?"
 _INSERT_QUARANTINE: Final = "INSERT OR REPLACE INTO quarantine VALUES (?, ?, ?, ?, ?, ?)"
@@ -51,67 +50,6 @@ _SELECT_QUARANTINE: Final = "SELECT group_number, slot, key, reason, since, dige
 _SELECT_TOTALS: Final = "SELECT namespace, blocks, blocks_xor, quarantined, quarantined_xor, digest FROM totals WHERE id = 1"
 
 
-class ManifestRow(NamedTuple):
-    """One stored block: place, chain key (32 bytes), bytes without padding, checksum (16 bytes), retention, times served."""
-
-    group: int
-    slot: int
-    key: bytes
-    length: int
-    checksum: bytes
-    priority: int
-    expiry: float
-    hits: int
-
-    def digest(self) -> int:
-        """Digest over all columns, signed 64 bits. Raises struct.error or TypeError when a column is of the wrong kind."""
-        group, slot, key, length, checksum, priority, expiry, hits = self
-        return row_digest(_ROW.pack(group, slot, length, priority, hits, expiry) + key + checksum, seed=1)
-
-
-class QuarantineRow(NamedTuple):
-    """One slot out of service: place, key of what it held (may be empty), why, since when (wall clock)."""
-
-    group: int
-    slot: int
-    key: bytes
-    reason: str
-    since: float
-
-    def digest(self) -> int:
-        """As :meth:`ManifestRow.digest`."""
-        group, slot, key, reason, since = self
-        return row_digest(struct.pack("<qqd", group, slot, since) + key + reason.encode("utf-8", "replace"), seed=2)
-
-
-class _Totals(NamedTuple):
-    namespace: bytes = b""
-    blocks: int = 0
-    blocks_xor: int = 0
-    quarantined: int = 0
-    quarantined_xor: int = 0
-
-    def digest(self) -> int:
-        namespace, blocks, blocks_xor, quarantined, quarantined_xor = self
-        return row_digest(struct.pack("<qqqq", blocks, blocks_xor, quarantined, quarantined_xor) + namespace, seed=3)
-
-
-@dataclass
-class ManifestContents:
-    """What a manifest holds after every digest was checked.
-
-    Attributes:
-        rows, quarantine: the rows that verify.
-        bad_rows: rows that do not; with the place they claim where that can be read.
-        damage: everything that is wrong, in words; empty for a sound manifest.
-    """
-
-    rows: dict[Place, ManifestRow] = field(default_factory=dict)
-    quarantine: dict[Place, QuarantineRow] = field(default_factory=dict)
-    bad_rows: list[Place | None] = field(default_factory=list)
-    damage: list[str] = field(default_factory=list)
-
-
 class Manifest:
     """The open manifest of one directory. Every method may be called from any thread.
 
@@ -119,6 +57,9 @@ class Manifest:
         path: the database; an empty one is made when it is missing.
         namespace_digest: what the rows belong to (32 bytes); rows of anything else count as damage.
         sync: commit with ``synchronous=FULL``: a committed row or deletion then survives a loss of power.
+
+    Attributes:
+        write_error: why the file could be read but not written when it was loaded; ``None`` otherwise.
 
     Call :meth:`load` first. Methods that change rows commit once and raise ``TransferError`` when SQLite cannot; nothing has
     changed in memory then, and what the file holds is read again before the next change.
@@ -130,20 +71,30 @@ class Manifest:
         self._lock = threading.Lock()
         self._claimed_frames = claimed_frames(wal_path(path))
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite gives its side files the same mode
-        self._connection = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
-        # Damaged text must come out as bytes and fail its digest, not as a decoding error in the middle of a SELECT.
-        self._connection.text_factory = bytes
+        self.write_error: TransferError | None = None
+        self._connection = _connect(path)
         self._closed = False
         self._must_clear = False   # a clear that could not be committed yet
         self._must_reload = False  # a commit failed: the file may hold more or less than memory
-        self._totals = _Totals(namespace_digest)
+        self._totals = Totals(namespace_digest)
         self._rows: dict[Place, ManifestRow] = {}
         self._quarantine: dict[Place, QuarantineRow] = {}
 
     def load(self) -> ManifestContents:
-        """Read and verify everything with one SELECT per table. Never raises for a damaged file: see ``damage``."""
+        """Read and verify everything with one SELECT per table. Never raises for a damaged file: see ``damage``.
+
+        Raises:
+            TransferError: a full disk or a foreign lock keeps SQLite from reading. That is no damage; nothing was changed.
+        """
         with self._lock, collector_paused():
-            contents, totals = self._read()
+            try:
+                contents, totals = self._read()
+            except TransferError:
+                # A connection that is alone from the start keeps its index of the log in memory: no room needed to read.
+                self._connection.close()
+                self._connection = _connect(self.path)
+                self._connection.execute("PRAGMA locking_mode = EXCLUSIVE").fetchall()
+                contents, totals = self._read()
             if not contents.damage:
                 self._adopt(contents, totals)
                 self._require_writable(contents.damage)
@@ -159,7 +110,7 @@ class Manifest:
             try:
                 self._configure()
             except _SQLITE_ERRORS as error:
-                raise TransferError(f"{self.path}: {error}") from error
+                raise TransferError(f"{self.path}: {outer_cause(error, self.path.parent) or error}") from error
             self._commit([(statement, [()]) for statement in _SCHEMA], self._totals)
 
     def row(self, group: int, slot: int) -> ManifestRow | None:
@@ -277,7 +228,24 @@ class Manifest:
             self._lock.release()
         return True
 
-    def _totals_without(self, places: Iterable[Place]) -> _Totals:
+    def abandon(self) -> None:
+        """Close without folding the log in: a log that has lost its end must still be there to tell at the next start."""
+        log = wal_path(self.path)
+        kept = log.with_name(log.name + ".tmp")
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            with contextlib.suppress(OSError):  # no log, or a filesystem without hard links
+                kept.unlink(missing_ok=True)
+                os.link(log, kept)
+            self._connection.close()  # SQLite folds the log in and deletes it, but only under its own name
+            if log.exists():
+                kept.unlink(missing_ok=True)
+            elif kept.exists():
+                os.rename(kept, log)
+
+    def _totals_without(self, places: Iterable[Place]) -> Totals:
         """The totals once the rows of ``places`` (where there are any) are gone."""
         totals = self._totals
         blocks, xor = totals.blocks, totals.blocks_xor
@@ -287,7 +255,7 @@ class Manifest:
                 blocks, xor = blocks - 1, xor ^ row.digest()
         return totals._replace(blocks=blocks, blocks_xor=xor)
 
-    def _commit(self, statements: Sequence[_Statement], totals: _Totals) -> None:
+    def _commit(self, statements: Sequence[_Statement], totals: Totals) -> None:
         if self._closed:
             raise TransferError(f"{self.path} is closed")
         execute = self._connection.execute
@@ -304,7 +272,8 @@ class Manifest:
                     execute("ROLLBACK")
             except _SQLITE_ERRORS as second:
                 _log.debug("%s: rollback: %s", self.path, second)
-            raise TransferError(f"{self.path}: {error}; nothing was committed. Check free space and the health of the drive") from error
+            why = outer_cause(error, self.path.parent) or f"{error}; check the health of the drive"
+            raise TransferError(f"{self.path}: nothing was committed: {why}") from error
         self._totals = totals
 
     def _refresh(self) -> None:
@@ -320,7 +289,7 @@ class Manifest:
             self._adopt(contents, totals)
             self._must_reload = False
 
-    def _adopt(self, contents: ManifestContents, totals: _Totals) -> None:
+    def _adopt(self, contents: ManifestContents, totals: Totals) -> None:
         # Copies: what the caller was given stays as it was loaded.
         self._rows, self._quarantine, self._totals = dict(contents.rows), dict(contents.quarantine), totals
 
@@ -333,33 +302,44 @@ class Manifest:
         try:
             self._commit([], self._totals)
         except TransferError as error:
-            cause = error.__cause__
-            code = cause.sqlite_errorcode & 0xFF if isinstance(cause, sqlite3.Error) else 0
-            if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-                damage.append(str(cause))
+            if primary_code(error.__cause__) in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                damage.append(str(error.__cause__))
+            else:
+                self.write_error = error
 
-    def _read(self) -> tuple[ManifestContents, _Totals]:
-        """Everything in the file that verifies, what does not, and the totals of what does."""
+    def _read(self) -> tuple[ManifestContents, Totals]:
+        """Everything in the file that verifies, what does not, and the totals of what does. Raises as :meth:`load`."""
         contents = ManifestContents()
-        totals = _Totals(self._totals.namespace)
-        try:
-            self._configure()
-            check = [line for line, in self._connection.execute("PRAGMA quick_check(3)")]
-            if check != [b"ok"]:
-                contents.damage.append("SQLite's quick check: " + b"; ".join(check).decode("utf-8", "replace"))
-            blocks_xor = self._read_blocks(contents)
-            quarantined_xor = self._read_quarantine(contents)
-            totals = _Totals(totals.namespace, len(contents.rows), blocks_xor, len(contents.quarantine), quarantined_xor)
-            self._compare_totals(contents, totals)
-            self._compare_log(contents)
-        except _SQLITE_ERRORS as error:
-            contents.damage.append(f"SQLite: {error}")
+
+        def attempt(step: Callable[[ManifestContents], int | None]) -> int:
+            try:
+                return step(contents) or 0
+            except _SQLITE_ERRORS as error:
+                outside = outer_cause(error, self.path.parent)
+                if outside is not None:
+                    raise TransferError(f"{self.path} cannot be read: {outside}; nothing in it was changed") from error
+                contents.damage.append(f"SQLite: {error}")
+                return 0
+
+        # One by one: where the blocks cannot be read, the quarantine may still be.
+        attempt(self._check_structure)
+        blocks_xor = attempt(self._read_blocks)
+        quarantined_xor = attempt(self._read_quarantine)
+        totals = Totals(self._totals.namespace, len(contents.rows), blocks_xor, len(contents.quarantine), quarantined_xor)
+        attempt(lambda found: self._compare_totals(found, totals))
+        attempt(self._compare_log)
         return contents, totals
+
+    def _check_structure(self, contents: ManifestContents) -> None:
+        self._configure()
+        check = [line for line, in self._connection.execute("PRAGMA quick_check(3)")]
+        if check != [b"ok"]:
+            contents.damage.append("SQLite's quick check: " + b"; ".join(check).decode("utf-8", "replace"))
 
     def _read_blocks(self, contents: ManifestContents) -> int:
         """Fill ``contents.rows``; returns the XOR of their digests. Written out flat: it runs for every row at each start."""
         xor = 0
-        pack, rows = _ROW.pack, contents.rows
+        pack, rows = ROW_LAYOUT.pack, contents.rows
         for raw in self._connection.execute(_SELECT_BLOCKS).fetchall():
             group, slot, key, length, checksum, priority, expiry, hits, digest = raw
             try:
@@ -389,16 +369,16 @@ class Manifest:
                 xor ^= digest
         return xor
 
-    def _compare_totals(self, contents: ManifestContents, found: _Totals) -> None:
+    def _compare_totals(self, contents: ManifestContents, found: Totals) -> None:
         stored = self._connection.execute(_SELECT_TOTALS).fetchone()
         try:
-            sound = stored is not None and _Totals(*stored[:-1]).digest() == stored[-1]
+            sound = stored is not None and Totals(*stored[:-1]).digest() == stored[-1]
         except (struct.error, TypeError):
             sound = False
         if not sound:
             contents.damage.append("the row of totals does not match its digest")
             return
-        totals = _Totals(*stored[:-1])
+        totals = Totals(*stored[:-1])
         if totals.namespace != found.namespace:
             contents.damage.append("its rows belong to another namespace or to the time before a reset")
             contents.rows.clear()
@@ -409,11 +389,24 @@ class Manifest:
 
     def _compare_log(self, contents: ManifestContents) -> None:
         """Only for the log that was there before this process came; its own commits are checked by SQLite as they happen."""
-        claimed, self._claimed_frames = self._claimed_frames, 0
+        claimed = self._claimed_frames
         if claimed:
-            _, believed, _ = self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+            try:
+                _, believed, _ = self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+            except sqlite3.Error as error:
+                if outer_cause(error, self.path.parent) is None:
+                    raise
+                return  # no room to fold the log in: what was read from it stands, and the next reading compares
+            self._claimed_frames = 0
             if believed < claimed:
                 contents.damage.append(f"SQLite believed {max(believed, 0)} of {claimed} pages in the log: its end is lost")
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
+    # Damaged text must come out as bytes and fail its digest, not as a decoding error in the middle of a SELECT.
+    connection.text_factory = bytes
+    return connection
 
 
 @contextlib.contextmanager

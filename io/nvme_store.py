@@ -48,6 +48,8 @@ class NvmeStore:
         self._sync = sync
         self._clock = clock
         self._pause = WritePause(str(opened.home.path), clock)
+        if opened.manifest.write_error is not None:
+            self._pause.failed(f"The store was opened for reading: {opened.manifest.write_error}")
         self._write_lock = threading.Lock()
         self._close_lock = threading.Lock()
         self._released = False

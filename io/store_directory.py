@@ -8,6 +8,7 @@ so no block from before a reset verifies afterwards, whatever else survives.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -21,6 +22,7 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 from kvtier.io.slab import FORMAT_VERSION
+from kvtier.io.sqlite_errors import NO_ROOM
 
 IDENTITY_NAME: Final = "kvtier-store.json"
 LOCK_NAME: Final = "kvtier.lock"
@@ -116,8 +118,7 @@ class StoreDirectory:
                     identity = wanted
                     write_atomically(path / IDENTITY_NAME, identity.to_json())
             except OSError as error:
-                raise ConfigError(f"nvme_directory={str(path)!r} cannot be used: {error.strerror} ({error.filename}). "
-                                  "Give a directory that this user may write to") from error
+                raise unusable(path, error) from error
             _require_equal(path, identity, wanted)
             undo.pop_all()
         return cls(path, lock_descriptor, identity)
@@ -156,6 +157,37 @@ class StoreDirectory:
         if identity != self.identity:
             write_atomically(self.path / IDENTITY_NAME, identity.to_json())
             self.identity = identity
+
+
+def unusable(path: Path, error: OSError) -> ConfigError:
+    """The error for a store directory that the system will not let us use: what failed and the remedy that fits it."""
+    if error.errno in (*NO_ROOM, errno.EFBIG):
+        remedy = "Free some space, lower the size of the NVMe level or give another directory"
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        remedy = "Give this user permission to read and write it, or give a directory that this user may write to"
+    elif error.errno == errno.EISDIR:
+        remedy = "A folder is in the way where a file belongs: move it away or give another directory"
+    elif error.errno in (errno.ENOTDIR, errno.EEXIST):
+        remedy = "A file is in the way where a folder belongs: move it away or give another directory"
+    elif error.errno == errno.EROFS:
+        remedy = "The filesystem is mounted read-only: mount it writable or give another directory"
+    elif error.errno == errno.ENOENT:
+        remedy = "Give a directory that this user may write to"
+    else:
+        remedy = "Check the drive and its mount, or give a directory that this user may write to"
+    return ConfigError(f"nvme_directory={str(path)!r} cannot be used: {error}. {remedy}")
+
+
+def occupied_bytes(directory: Path) -> int:
+    """What the slab files in a directory have allocated already; 0 where there is none.
+
+    Raises:
+        ConfigError: the directory cannot be looked into.
+    """
+    try:
+        return sum(path.stat().st_blocks * 512 for path in directory.glob("*.slab")) if directory.is_dir() else 0
+    except OSError as error:
+        raise ConfigError(f"{directory}: cannot be looked into ({error.strerror}); choose a folder that this user may use") from error
 
 
 def expand(directory: str | Path) -> Path:

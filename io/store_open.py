@@ -21,7 +21,7 @@ from kvtier.io.faults import Faults
 from kvtier.io.manifest import Manifest, ManifestContents, QuarantineRow, wal_path
 from kvtier.io.rebuild import rebuild_from_headers
 from kvtier.io.slab import SlabFile
-from kvtier.io.store_directory import TEMPORARY_SUFFIX, StoreDirectory, sync_directory
+from kvtier.io.store_directory import TEMPORARY_SUFFIX, StoreDirectory, sync_directory, unusable
 from kvtier.pools.nvme_geometry import NvmeGeometry
 
 _log = logging.getLogger(__name__)
@@ -77,8 +77,7 @@ def open_store(directory: str | Path, namespace: str, geometries: Sequence[NvmeG
                 if slab.file.size() > slab.geometry.file_bytes:
                     slab.file.resize(slab.geometry.file_bytes)
         except OSError as error:
-            raise ConfigError(f"nvme_directory={str(home.path)!r} cannot be used: {error}. Free some space, lower the size of the "
-                              "NVMe level or give another directory") from error
+            raise unusable(home.path, error) from error
         except TransferError as error:
             raise ConfigError(f"nvme_directory={str(home.path)!r} cannot be used: {error}") from error
         undo.pop_all()
@@ -135,33 +134,42 @@ def _open_manifest(home: StoreDirectory, slabs: Sequence[SlabFile], sync: bool) 
     """The sound manifest, rows dropped, rows recovered."""
     path = home.manifest_path
     digest = home.identity.namespace_digest
-    if path.exists() and path.stat().st_size > 0:
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    if path.is_dir() or (path.exists() and path.stat().st_size > 0):
         manifest = Manifest(path, digest, sync=sync)
-        contents = manifest.load()
-        if not contents.damage:
-            return manifest, 0, 0
-        _keep_aside(path)
-        manifest.close(_CLOSE_SECONDS)
-    elif any(home.identity.num_slots):
-        contents = ManifestContents(damage=["it is missing or empty"])
+        try:
+            contents = manifest.load()
+            if not contents.damage:
+                return manifest, 0, 0
+            dropped, recovered = _make_manifest(home, temporary, slabs, contents)
+        except BaseException:
+            manifest.abandon()
+            raise
+        manifest.abandon()
     else:
-        contents = ManifestContents()
-    dropped, recovered = _make_manifest(home, slabs, contents)
+        contents = ManifestContents(damage=["it is missing or empty"] if any(home.identity.num_slots) else [])
+        dropped, recovered = _make_manifest(home, temporary, slabs, contents)
+    _put_in_place(temporary, path)
     manifest = Manifest(path, digest, sync=sync)
-    remaining = manifest.load().damage
-    if remaining:
-        manifest.close(_CLOSE_SECONDS)
-        raise ConfigError(f"{path} is damaged again right after it was rebuilt: {'; '.join(remaining)}. Check the drive")
+    try:
+        remaining = manifest.load().damage
+        if remaining:
+            raise ConfigError(f"{path} is damaged again right after it was rebuilt: {'; '.join(remaining)}. Check the drive")
+    except BaseException:
+        manifest.abandon()
+        raise
     return manifest, dropped, recovered
 
 
-def _make_manifest(home: StoreDirectory, slabs: Sequence[SlabFile], contents: ManifestContents) -> tuple[int, int]:
-    """Write a new manifest beside the place of the old one and move it there when it is complete."""
+def _make_manifest(home: StoreDirectory, temporary: Path, slabs: Sequence[SlabFile], contents: ManifestContents) -> tuple[int, int]:
+    """Write a complete new manifest beside the place of the old one, which is left alone. Returns rows dropped, rows recovered."""
     path = home.manifest_path
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    manifest = Manifest(temporary, home.identity.namespace_digest)
     dropped = recovered = 0
-    try:
+    with contextlib.ExitStack() as undo:
+        for name in ("", "-wal", "-shm"):
+            undo.callback(temporary.with_name(temporary.name + name).unlink, missing_ok=True)
+        manifest = Manifest(temporary, home.identity.namespace_digest)
+        undo.callback(manifest.close, _CLOSE_SECONDS)
         manifest.create()
         if contents.damage:
             suspected = [place for place in contents.bad_rows if place is not None]
@@ -174,23 +182,49 @@ def _make_manifest(home: StoreDirectory, slabs: Sequence[SlabFile], contents: Ma
             _log.error("%s is damaged (%s) and was rebuilt from the slot headers: %d blocks, %d of them recovered; %d damaged rows "
                        "dropped, %d slots quarantined, %d second copies left out", path, "; ".join(contents.damage),
                        len(rebuilt.rows), recovered, dropped, len(rebuilt.lost), rebuilt.duplicates)
-    finally:
         manifest.close(_CLOSE_SECONDS)
-    for side in (wal_path(path), path.with_name(path.name + "-shm")):
-        side.unlink(missing_ok=True)  # a log of the old database must never meet the new one
-    os.replace(temporary, path)
-    sync_directory(home.path)
+        if wal_path(temporary).exists():
+            raise TransferError(f"{temporary}: the new manifest could not be completed. Free some space and check the drive")
+        undo.pop_all()
     return dropped, recovered
 
 
-def _keep_aside(path: Path) -> None:
-    """Rename a damaged database and its log. The database goes first: without it, a crash from here on means rebuilding again."""
+def _put_in_place(temporary: Path, path: Path) -> None:
+    """Replace a damaged database, which is kept beside with its log. Where there are hard links, a manifest is there throughout.
+
+    A log of the old database must never meet the new one, so it goes first; it comes back when the replacement fails.
+    """
+    kept = _name_to_keep(path) if path.exists() and path.stat().st_size > 0 else None
+    log, kept_log = wal_path(path), wal_path(kept) if kept is not None else None
+    if kept is not None:
+        try:
+            os.link(path, kept)
+        except OSError:  # a filesystem without hard links
+            os.rename(path, kept)
+    try:
+        if kept_log is not None and log.exists() and log.stat().st_size > 0:
+            os.rename(log, kept_log)
+        for side in (log, path.with_name(path.name + "-shm")):
+            side.unlink(missing_ok=True)
+        os.replace(temporary, path)
+    except OSError:
+        if kept is not None and kept_log is not None:
+            if kept_log.exists():
+                os.rename(kept_log, log)
+            if path.exists():
+                kept.unlink()
+            else:
+                os.rename(kept, path)
+        raise
+    sync_directory(path.parent)
+    if kept is not None:
+        _log.error("%s is damaged and is kept as %s", path, kept)
+
+
+def _name_to_keep(path: Path) -> Path:
     suffix = time.strftime(".damaged-%Y%m%d-%H%M%S")
     number = 0
     while path.with_name(path.name + suffix).exists():
         number += 1
         suffix = f"{suffix.split('_')[0]}_{number}"
-    os.rename(path, path.with_name(path.name + suffix))
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(wal_path(path), path.with_name(path.name + suffix + "-wal"))
-    _log.error("%s is damaged and is kept as %s", path, path.name + suffix)
+    return path.with_name(path.name + suffix)
