@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from kvtier.bench import passive_threads  # isort: skip - before torch is loaded
+from kvtier.bench import openmp_waiting  # isort: skip - before torch is loaded
 
 import torch
 from rich.console import Console
@@ -79,7 +79,7 @@ def run_demo(device: str = "cpu", model: Path | None = None, config: Path | None
         plan = plan_demo(chat, users, turns)
         tiered = tiered_config(plan, config, keep_nvme, scratch)
         console.print(f"[bold]{loaded.origin}[/bold] on {device}, float32, {threads} torch threads "
-                      f"(waiting: {passive_threads.wait_policy()})")
+                      f"({openmp_waiting.openmp_waiting()})")
         console.print(f"{plan.users} users x {plan.turns} turns, {plan.shared_tokens} tokens of prompt in common; "
                       f"{plan.working_set_blocks} blocks of different content. Primary {tiered.primary}, secondary "
                       f"{tiered.secondary}, NVMe {tiered.nvme} in {tiered.nvme_directory}. "

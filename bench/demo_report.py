@@ -16,7 +16,7 @@ import kvtier
 from kvtier.bench.demo_model import DemoModel
 from kvtier.bench.demo_plan import ANSWER_TOKENS, CHUNK_SIZE, TOKENS_PER_BLOCK, DemoPlan
 from kvtier.bench.demo_run import Run, Turn
-from kvtier.bench.passive_threads import wait_policy
+from kvtier.bench.openmp_waiting import openmp_waiting
 from kvtier.bench.report import describe_machine
 from kvtier.tiering.attach.serving_sequence import Answer
 from kvtier.tiering.config import TierConfig
@@ -160,7 +160,7 @@ def as_json(model: DemoModel, device: str, threads: int, plan: DemoPlan, config:
     return {
         "kvtier": kvtier.__version__,
         "machine": {**describe_machine(config.nvme_directory), "device": device, "torch": torch.__version__,
-                    "torch_threads": threads, "openmp_wait_policy": wait_policy()},
+                    "torch_threads": threads, "openmp_waiting": openmp_waiting()},
         "model": model.identity,
         "config": {key: value for key, value, _source in config.effective()},
         "plan": {"users": plan.users, "turns": plan.turns, "tokens_per_block": TOKENS_PER_BLOCK, "chunk_size": CHUNK_SIZE,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from kvtier.bench import passive_threads  # isort: skip - before torch is loaded
+from kvtier.bench import openmp_waiting  # isort: skip - before torch is loaded
 
 import torch
 
@@ -59,7 +59,7 @@ def first_token_row(directory: Path, *, quick: bool = False, say: Callable[[str]
     ours, recompute = measured.seconds(OURS), measured.seconds(RECOMPUTE)
     return ResultRow(ROW_NAME, "s", ours.median, ours.low, ours.high,
                      Limit(f"recomputing {len(prefix)} tokens, {torch.get_num_threads()} torch threads, "
-                           f"{passive_threads.wait_policy()} wait", recompute.median),
+                           f"{openmp_waiting.openmp_waiting()}", recompute.median),
                      measured.speed_ratio(OURS, RECOMPUTE))
 
 

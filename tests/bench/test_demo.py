@@ -285,14 +285,14 @@ def test_answer_and_block_sizes_are_those_of_the_plan(chat):
     assert demo_report.NEAR_TIE == 1e-3
 
 
-def test_idle_openmp_threads_are_told_to_sleep_before_torch_is_loaded():
+def test_idle_openmp_threads_are_told_to_spin_briefly_before_torch_is_loaded():
     """Spinning ones starve the threads that copy; OpenMP reads the setting once, when torch loads it."""
     watch = ("import os, sys\n"
              "class Watch:\n"
              "    def find_spec(self, name, path=None, target=None):\n"
-             "        if name == 'torch': print(os.environ.get('OMP_WAIT_POLICY'))\n"
+             "        if name == 'torch': print(os.environ.get('GOMP_SPINCOUNT'))\n"
              "sys.meta_path.insert(0, Watch())\n"
              "import kvtier.bench.demo\n")
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     result = subprocess.run([sys.executable, "-c", watch], env=environment, capture_output=True, text=True, timeout=120, check=True)
-    assert result.stdout.split() == ["PASSIVE"]
+    assert result.stdout.split() == ["3000"]
