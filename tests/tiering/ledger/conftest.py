@@ -1,4 +1,4 @@
-"""Helpers of the ledger's tests: ``naive_model`` is importable from here."""
+"""Helpers of the ledger's tests (``naive_model``, ``pretend_tier``, ...) are importable from here."""
 
 from __future__ import annotations
 

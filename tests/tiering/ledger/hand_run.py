@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from naive_model import Driver, PretendTier, never, snapshot
+from naive_model import Driver, snapshot
+from pretend_tier import PretendTier, never
 
 from kvtier.errors import CapacityError, KVTierError
 from kvtier.policies.eviction import NOT_QUEUED

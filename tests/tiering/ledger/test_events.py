@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from naive_model import Driver, always
+from naive_model import Driver
+from pretend_tier import always
 
 from kvtier.policies.retention import RetentionConfig, TokenRange
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY

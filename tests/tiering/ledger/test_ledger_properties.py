@@ -12,7 +12,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from naive_model import Driver, PretendTier, Subscriber, always, never, snapshot
+from naive_model import Driver, Subscriber, snapshot
+from pretend_tier import PretendTier, always, never
 
 from kvtier.errors import CapacityError, RequestError
 from kvtier.policies.retention import RetentionConfig, TokenRange

@@ -215,19 +215,21 @@ def test_a_refused_request_is_one_of_our_own_errors() -> None:
 
 
 @pytest.mark.parametrize("keywords", [
-    {"lora_id": 1, "lora_digest": "abc"}, {"lora_id": 1, "lora_digest": b"short"}, {"lora_digest": bytes(32)},
-    {"extra_ids": [1], "extra_ids_digest": b""}, {"extra_ids_digest": bytes(32)}])
+    pytest.param({"lora_id": 1, "lora_digest": "abc"}, marks=interpreted), {"lora_id": 1, "lora_digest": b"short"},
+    {"lora_digest": bytes(32)}, {"extra_ids": [1], "extra_ids_digest": b""}, {"extra_ids_digest": bytes(32)}])
 def test_a_digest_is_32_bytes_and_belongs_to_ids(keywords: dict[str, object]) -> None:
     with pytest.raises(RequestError, match="digest"):
         Request(1, [5], **keywords)
 
 
+@interpreted
 @pytest.mark.parametrize("runs", [[(0, 1.5)], [(0, 1, 2)], [0, 1], 5, []])
 def test_a_malformed_run_is_refused_when_the_item_is_made(runs: object) -> None:
     with pytest.raises(RequestError, match="run"):
         MultimodalItem(bytes(32), runs)
 
 
+@interpreted
 @pytest.mark.parametrize("keywords", [{"multimodal": [5]}, {"retention": "x"}, {"extra_ids": 5}])
 def test_an_argument_of_another_kind_is_refused(keywords: dict[str, object]) -> None:
     with pytest.raises(RequestError):

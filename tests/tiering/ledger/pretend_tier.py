@@ -1,0 +1,199 @@
+"""A tier that carries out Moves on pretend bytes, in any order that the transfer manager might, with failures on request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from pretend_cells import GARBAGE, UNWRITTEN, Cell, tree_contents
+
+from kvtier.pools.pool_index import NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of, slot_of
+from kvtier.tiering.ledger.ledger import Ledger
+from kvtier.tiering.ledger.moves import Discard, Move
+
+LEGAL_MOVES: Final = {(PRIMARY, PRIMARY), (PRIMARY, SECONDARY), (SECONDARY, PRIMARY), (SECONDARY, NVME), (NVME, PRIMARY)}
+
+Place = tuple[int, int]
+Decide = Callable[[Move], bool]
+"""Whether a Move fails."""
+
+
+def never(_move: Move) -> bool:
+    return False
+
+
+def always(_move: Move) -> bool:
+    return True
+
+
+class PretendTier:
+    """Slots with cells, and the transfer manager's order: a read waits for the slot's last write, a write for its last write
+    and its reads; what reads a slot whose last write failed fails too. Reports may come later, in any order.
+
+    Attributes:
+        cells: by (level, slot).
+        rows: the manifest, NVMe slot to chain key; row_retention: and to priority and expiry.
+        waiting: records not carried out yet, by number. ended: (Move, failed) not reported to the ledger yet.
+        condemns: whether a failing read from NVMe shows that the slot is bad; otherwise only the way from there failed.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.cells: dict[Place, list[Cell]] = {}
+        self.rows: dict[int, bytes] = {}
+        self.row_retention: dict[int, tuple[int, float]] = {}
+        self.quarantined: set[int] = set()
+        self.waiting: list[Move | Discard] = []
+        self.ended: list[tuple[Move, bool]] = []
+        self.carried_out: list[Move] = []
+        self.condemns: Decide = always
+        self._good_sources: set[int] = set()
+        self._failed_writes: dict[Place, Move] = {}
+        self._next_number = 0
+        for level in range(NUM_LEVELS):
+            for slot in range(ledger.allocator.num_blocks[level]):
+                self.cells[level, slot] = [UNWRITTEN] * ledger.tokens_per_block
+
+    def fetch(self) -> list[Move | Discard]:
+        """Take the ledger's new records over and check their form."""
+        records = self.ledger.moves.take()
+        for record in records:
+            assert record.number == self._next_number, "records are numbered without a gap"
+            self._next_number += 1
+            if isinstance(record, Move):
+                ends = (level_of(record.source), level_of(record.destination))
+                assert ends in LEGAL_MOVES, record
+                assert record.source != record.destination, record
+                assert (len(record.key) == 32) == record.is_host_ordered, record
+                assert record.num_tokens == 0 or ends[0] != NVME != ends[1], record
+        self.waiting.extend(records)
+        return records
+
+    def runnable(self) -> list[Move | Discard]:
+        """Records that nothing waiting before them holds back."""
+        found: list[Move | Discard] = []
+        for position, record in enumerate(self.waiting):
+            if not any(_conflict(earlier, record) for earlier in self.waiting[:position]):
+                found.append(record)
+        return found
+
+    def carry_out(self, record: Move | Discard, fails: bool) -> None:
+        """Move the bytes of one record. A failing Move leaves garbage; what depends on a failed one fails as well."""
+        self.waiting.remove(record)
+        if isinstance(record, Discard):
+            self.rows.pop(record.slot, None)
+            return
+        source, target = place(record.source), place(record.destination)
+        earlier = self._failed_writes.get(source)
+        depends_on_failure = earlier is not None and earlier.destination_generation == record.source_generation
+        if depends_on_failure:
+            assert self.cells[source][0] == GARBAGE, f"{record} fails because of {earlier}, which its bytes have nothing to do with"
+        if source[0] == NVME:
+            assert self.rows.get(source[1]) == record.key, f"{record} reads a slot whose row is gone or another's"
+        failed = fails or depends_on_failure
+        count = record.num_tokens or self.ledger.tokens_per_block
+        if target[0] == NVME and not depends_on_failure:
+            self.rows.pop(target[1], None)  # the store deletes the old row before it touches the slot
+        if failed:
+            if target[0] != NVME or not depends_on_failure:
+                self.cells[target][:count] = [GARBAGE] * count
+            self._failed_writes[target] = record
+            if source[0] == NVME and self.condemns(record):
+                del self.rows[source[1]]
+                self.quarantined.add(source[1])
+            elif source[0] == NVME:
+                self._good_sources.add(record.number)
+        else:
+            self._failed_writes.pop(target, None)
+            self.cells[target][:count] = self.cells[source][:count]
+            if target[0] == NVME:
+                self.rows[target[1]] = record.key
+                self.row_retention[target[1]] = (record.priority, record.expiry)
+            self.carried_out.append(record)
+        self.ended.append((record, failed))
+
+    def report(self, position: int = 0) -> None:
+        """Tell the ledger of one ended Move."""
+        move, failed = self.ended.pop(position)
+        self.ledger.finish(move, failed, move.number not in self._good_sources)
+        self.fetch()
+
+    def settle(self, decide: Decide = never) -> None:
+        """Carry out and report everything, in number order, and what follows from it."""
+        self.fetch()
+        while self.waiting or self.ended:
+            while self.waiting:
+                record = self.waiting[0]
+                self.carry_out(record, isinstance(record, Move) and decide(record))
+            while self.ended:
+                self.report()
+
+    def settle_slots(self, places: Callable[[], set[Place]], decide: Decide = never) -> None:
+        """Carry out and report what touches these slots, and what that has to wait for; leave the rest waiting."""
+        while True:
+            self.fetch()
+            slots = places()
+            touching = [record for record in self.waiting if _touches(record, slots)]
+            if not touching and not any(place(move.destination) in slots for move, _failed in self.ended):
+                return
+            if touching:
+                needed = [touching[-1]]
+                for earlier in reversed(self.waiting[:self.waiting.index(touching[-1])]):
+                    if any(_conflict(earlier, record) for record in needed):
+                        needed.append(earlier)
+                for record in sorted(needed, key=lambda r: r.number):
+                    self.carry_out(record, isinstance(record, Move) and decide(record))
+            while self.ended:
+                self.report()
+
+    def being_written(self) -> set[Place]:
+        """Slots whose bytes are not yet what the ledger expects of them, or whose loss (of a bad source too) it has not heard of."""
+        found = {place(record.destination) for record in self.waiting if isinstance(record, Move)}
+        return found | {place(end) for move, failed in self.ended if failed for end in (move.source, move.destination)}
+
+    def check_contents(self) -> None:
+        """Every handle in the tree, and every backing, has the bytes that the tree says it has."""
+        unsettled = self.being_written()
+        for block_id, expected in tree_contents(self.ledger).items():
+            block = self.ledger.allocator.blocks[block_id]
+            for holder in (block, block.secondary_backing, block.nvme_backing):
+                if holder is None or place(holder.index) in unsettled:
+                    continue
+                actual = self.cells[place(holder.index)][:len(expected)]
+                assert actual == expected, f"block {holder.id} at {place(holder.index)} has other bytes than block {block_id} stands for"
+                if holder.index & 3 == NVME:
+                    node = block.node
+                    assert node is not None
+                    assert node.namespace.is_persistent, "process-local ids mean nothing to the next process"
+                if holder.index & 3 == NVME and not any(isinstance(r, Discard) and r.slot == slot_of(holder.index) for r in self.waiting):
+                    assert self.rows.get(slot_of(holder.index)) == self.ledger.allocator.chain_key(block)
+
+    def check_rows(self) -> None:
+        """When nothing waits: the manifest names exactly what the ledger keeps on NVMe."""
+        assert not self.waiting
+        assert not self.ended
+        expected: dict[int, bytes] = {}
+        for holder in self.ledger.allocator.holders[NVME]:
+            content = holder if holder.has_content else holder.owner
+            if content is not None:
+                expected[slot_of(holder.index)] = self.ledger.allocator.chain_key(content)
+        assert self.rows == expected
+
+
+def place(index: int) -> Place:
+    return index & 3, index >> 2
+
+
+def _writes(record: Move | Discard) -> Place:
+    return (NVME, record.slot) if isinstance(record, Discard) else place(record.destination)
+
+
+def _conflict(earlier: Move | Discard, later: Move | Discard) -> bool:
+    written = _writes(earlier)
+    if written == _writes(later) or (isinstance(later, Move) and written == place(later.source)):
+        return True
+    return isinstance(earlier, Move) and place(earlier.source) == _writes(later)
+
+
+def _touches(record: Move | Discard, slots: set[Place]) -> bool:
+    return _writes(record) in slots or (isinstance(record, Move) and place(record.source) in slots)
