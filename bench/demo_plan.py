@@ -17,7 +17,7 @@ CHUNK_SIZE: Final = 256
 ANSWER_TOKENS: Final = 24
 MOST_IN_FLIGHT: Final = 4
 
-DEFAULT_USERS: Final = 14  # the fewest with whom a quarter of the work holds two requests at a time
+DEFAULT_USERS: Final = 13  # the fewest with whom a quarter of the work holds two requests at a time
 DEFAULT_TURNS: Final = MAX_TURNS
 QUICK_TURNS: Final = 2
 

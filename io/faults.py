@@ -1,4 +1,4 @@
-"""``Faults``: failures on demand, for tests of the rules that hold on bad days (requirements R17).
+"""``Faults``: failures on demand, for tests of the rules that hold on bad days.
 
 The rooms that move bytes ask ``before`` in front of an operation and hand ``corrupt`` the bytes that travelled. With
 ``faults=None``, the default everywhere, neither is called. Rules are drawn from one seeded generator, so that a run

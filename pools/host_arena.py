@@ -1,4 +1,4 @@
-"""``HostArena``: the secondary level's memory, one exact mapping of aligned slots (design: secondary level; R8).
+"""``HostArena``: the secondary level's memory, one exact mapping of aligned slots (design: secondary level).
 
 One ``mmap`` instead of a pinning allocator: such allocators round up to a power of two, which can double the memory
 taken. For CUDA the mapping is registered in pieces, because one registration of several hundred GiB fails on real

@@ -1,4 +1,4 @@
-"""What this process may use of the host: free memory, cgroup limits, memlock, ``/dev/shm``, disk (R8).
+"""What this process may use of the host: free memory, cgroup limits, memlock, ``/dev/shm``, disk.
 
 A container's own limit counts, not only what the machine has: a check that reads ``MemAvailable`` alone ends with the
 out-of-memory killer. Reads ``/proc`` and ``/sys`` only; ``root`` is for tests.

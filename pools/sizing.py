@@ -1,6 +1,6 @@
 """Sizes: from "8 blocks", "64GiB" or "90%" to block counts per group and level, checked before anything is allocated.
 
-Part of design.md's public names (``TierConfig``); R8: what does not fit is said in bytes, with what to change. Pure
+Part of design.md's public names (``TierConfig``): what does not fit is said in bytes, with what to change. Pure
 arithmetic: what is free is passed in, so that one rule serves CPU, CUDA and tests.
 """
 

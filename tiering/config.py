@@ -1,4 +1,4 @@
-"""``TierConfig``: every setting of the tier, from keywords, environment and file, in one strict model (R15).
+"""``TierConfig``: every setting of the tier, from keywords, environment and file, in one strict model.
 
 Precedence: keywords > ``KVTIER_<KEY>`` in the environment > file (YAML or TOML) > defaults. A key that nobody knows is
 an error with the nearest name, wherever it was written: a setting that is silently dropped is one that does not work.

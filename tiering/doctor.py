@@ -1,4 +1,4 @@
-"""``kvtier doctor``: what this machine can do for the tier, each line with the exact next step (R8, R9, R15).
+"""``kvtier doctor``: what this machine can do for the tier, each line with the exact next step.
 
 Only looks: it allocates nothing, and writes one page into the directory that it is asked about, which it removes again. It
 never opens the GDS driver, because that call spins for ever where there is no GPU.

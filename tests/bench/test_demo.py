@@ -246,7 +246,7 @@ def test_the_demo_text_is_long_enough_and_nobody_repeats_anybody():
     assert MAX_TURNS == 4
     turns = [turn for user in USERS for turn in user.turns]
     assert len(set(turns)) == len(turns)
-    assert len(SYSTEM_PROMPT.split()) > 550
+    assert len(SYSTEM_PROMPT.split()) > 380
 
 
 @pytest.mark.parametrize(("tokens", "reference", "position"), [

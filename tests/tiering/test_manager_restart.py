@@ -1,4 +1,4 @@
-"""What outlives the process on NVMe, and what never does (design: warm start; requirements R2, R5, R10, R11)."""
+"""What outlives the process on NVMe, and what never does (design: warm start)."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ SIZES = ((3, 1, 6), (4, 2, 4), (2, 1, 4), (3, 2, 6), (5, 3, 3), (4, 1, 2), (3, 2
          (4, 2, 0), (5, 1, 0), (3, 3, 0), (2, 0, 0), (6, 0, 0))
 PRIORITIES = (5, 29, 30, 31, 35, 80)
 
+
 def _retention(first: int, priority: int, rest: int, duration: float | None, decode: int) -> RetentionConfig:
     return RetentionConfig([TokenRange(0, first, priority, duration), TokenRange(first, None, rest)], decode_priority=decode)
 
