@@ -25,9 +25,9 @@ def require_room(allocator: BlockAllocator, sequences: dict[int, ActiveSequence]
         return
     total = allocator.num_blocks[PRIMARY]
     preempt = _whom_to_preempt(allocator, sequences, needed - available, wanted)
-    if len(sequences) == 1 and asking.issuperset(preempt):
-        preempt = []
     busy = sum(1 for block in allocator.holders[PRIMARY] if block.ref_count == 0 and allocator.is_busy(block))
+    if len(sequences) == 1 and asking.issuperset(preempt) and not busy:
+        preempt = []  # once it is admitted again it would only get this far again
     remedy = (f"pre-empt requests {preempt}" if preempt else
               f"try again when {busy} blocks are free that a file is being read into" if busy and needed <= total else
               f"enlarge primary (now {total} blocks of {allocator.tokens_per_block} tokens) or send fewer tokens")
