@@ -35,6 +35,7 @@ from kvtier.pools.sizing import FreeSpace, PoolSizes, resolve_sizes
 from kvtier.tiering import arguments
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.event_queue import EventQueue
+from kvtier.tiering.event_stream import EventStream
 from kvtier.tiering.ledger.events import Event
 from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.ledger import Ledger
@@ -124,9 +125,14 @@ class TierCore:
             self._events.put(ledger.events.flush())
 
     def poll_events(self, timeout: float = 0.0) -> list[Event]:
-        """Flushed events, oldest first; waits up to ``timeout`` seconds for the first."""
+        """Flushed events, oldest first; waits up to ``timeout`` seconds for the first. All callers together are one reader."""
         self._require_open()
         return self._events.take(arguments.seconds("timeout", timeout))
+
+    def events(self) -> EventStream[Event]:
+        """A reader of its own: ``async for event in cache.events()``, which ends when the cache is closed. See ``EventStream``."""
+        self._require_open()
+        return self._events.stream()
 
     def report_prefill(self, tokens: int, seconds: float) -> None:
         """The engine computed ``tokens`` prompt tokens in ``seconds``: kept as a moving average, for load-or-recompute decisions."""
