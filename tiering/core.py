@@ -41,7 +41,8 @@ from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
 from kvtier.tiering.ledger.rules import LedgerRules
-from kvtier.tiering.statistics import Stats, TierCounters, TransferTotals, collect_counters, collect_levels, since
+from kvtier.tiering.statistics import IterationStats, RequestStats, Stats, collect_request
+from kvtier.tiering.statistics_recorder import StatisticsRecorder
 from kvtier.tiering.transfer import TransferManager
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,6 @@ class TierCore:
         self._everything_let_go = False
         self._is_clearing = False  # a reset is deleting what is on NVMe
         self._events = EventQueue(config.event_buffer_max_size)
-        self._totals = TransferTotals()
         self._prefill_rate: float | None = None
         self._ledger = _ledger(config, sizes, layout.tokens_per_block, hashlib.sha256(self._namespace.encode()).digest())
         self._ledger.allocator.wall_clock_offset = time.time() - self._clock()
@@ -92,7 +92,8 @@ class TierCore:
             self.transfers = TransferManager(self._device, [self.pools], self.store, faults=config.faults,
                                              read_threads=config.read_threads)
             undo.pop_all()
-        self._iteration_start = self._iteration_end = collect_counters(self._ledger, self._totals)
+        self._statistics = StatisticsRecorder(self._ledger, [self._ledger.allocator])
+        self._totals = self._statistics.totals
 
     # -- once per step, events, statistics -------------------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ class TierCore:
             # Room on NVMe is made by forgetting blocks: not for writes that a full or failing disk refuses anyway.
             ledger.refresh(self._clock(), self._takes_writes)
             self._events.put(ledger.events.flush())
-            self._iteration_start, self._iteration_end = self._iteration_end, collect_counters(ledger, self._totals)
+            self._statistics.end_iteration()
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Finish all transfers and write all unreferenced content that may go to NVMe, as far as there is room for it.
@@ -142,16 +143,18 @@ class TierCore:
 
     def stats(self) -> Stats:
         """Everything counted since the start, and what the levels hold now."""
-        with self.locked() as ledger:
-            primary, secondary, nvme = collect_levels(ledger)
-            return Stats(**vars(collect_counters(ledger, self._totals)), primary=primary, secondary=secondary, nvme=nvme,
-                         leases=len(ledger.leases), sequences=len(ledger.sequences), dropped_events=self._events.dropped,
-                         prefill_tokens_per_second=self._prefill_rate)
-
-    def iteration_stats(self) -> TierCounters:
-        """What was counted between the last two calls of :meth:`refresh`."""
         with self.locked():
-            return since(self._iteration_end, self._iteration_start)
+            return self._statistics.stats(self._events.dropped, self._prefill_rate)
+
+    def iteration_stats(self) -> IterationStats:
+        """What was counted between the last two calls of :meth:`refresh`, and the levels at the second one."""
+        with self.locked():
+            return self._statistics.iteration_stats()
+
+    def request_stats(self, request_id: int) -> RequestStats:
+        """What an active sequence got from the cache."""
+        with self.locked() as ledger:
+            return collect_request(ledger.sequence(request_id))
 
     def verify(self) -> None:
         """Raise LedgerError naming the first broken invariant."""
@@ -240,6 +243,7 @@ class TierCore:
                     yield self._ledger
                 finally:
                     self._queue_records()
+                    self._statistics.note_usage()
         finally:
             self._submit()  # also after an error: what was drained may have left records
 
