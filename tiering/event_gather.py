@@ -213,9 +213,9 @@ class EventGather:
         if rank.is_over:
             return
         if message is None:
-            rank.state = RankState.LOST
             rank.problem = "its connection ended before it said that it was done"
             logger.warning("event gather: rank %d is lost; the other ranks' events go on", rank.rank)
+            rank.state = RankState.LOST
             return
         rank.heard_at = time.monotonic()
         if rank.state is RankState.SILENT:
@@ -250,9 +250,9 @@ class EventGather:
         oldest = time.monotonic() - self._silent_after
         for rank in self._ranks[1:]:
             if rank.state is RankState.ACTIVE and rank.heard_at < oldest:
-                rank.state = RankState.SILENT
                 rank.problem = f"nothing heard for {self._silent_after} s"
                 logger.warning("event gather: rank %d: nothing heard for %s s", rank.rank, self._silent_after)
+                rank.state = RankState.SILENT
 
     def _require_rank_0(self, what: str) -> None:
         if self.rank != 0:

@@ -54,9 +54,9 @@ def transports(request: pytest.FixtureRequest) -> Iterator[Transports]:
 class Ranks:
     """A queue and a gather for each rank, all in this process."""
 
-    def __init__(self, transports: list[GatherTransport], max_size: int = 100, **settings: float) -> None:
+    def __init__(self, transports: list[GatherTransport], max_size: int = 100, period: float = 0.001, **settings: float) -> None:
         self.queues = [EventQueue(max_size) for _ in transports]
-        self.gathers = [EventGather(queue.stream(), transport, period=0.001, **settings)
+        self.gathers = [EventGather(queue.stream(), transport, period, **settings)
                         for queue, transport in zip(self.queues, transports, strict=True)]
         self.root = self.gathers[0]
 
@@ -110,6 +110,18 @@ def test_what_has_come_last_is_gathered_before_all_leave(transports: Transports)
     assert [len(of_rank(found, rank)) for rank in range(3)] == [90, 90, 90], "still there to be read"
     assert [report.state for report in ranks.root.ranks[1:]] == [RankState.LEFT, RankState.LEFT]
     assert ranks.close() == [True, True, True], "again is harmless"
+
+
+def test_what_waits_for_the_next_period_is_sent_at_the_end(transports: Transports) -> None:
+    ranks = Ranks(transports(2), period=60.0)
+    for rank in range(2):
+        ranks.put(rank, 0)
+    assert len(ranks.gathered(2)) == 2, "the first at once"
+    for rank in range(2):
+        ranks.put(rank, 1)
+    assert ranks.root.poll(0.02) == []
+    assert ranks.close() == [True, True]
+    assert sorted(ranked.rank for ranked in ranks.root.poll()) == [0, 1]
 
 
 @pytest.mark.parametrize("first", [0, 1])
