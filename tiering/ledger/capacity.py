@@ -50,14 +50,14 @@ def match(ledger: Ledger, request: Request) -> PrefixReuse:
                 tokens[level_of(block.index)] += tokens_per_block
                 referenced += 1 if block.ref_count > 0 else 0
             number = len(blocks)
-        if ledger.allocator.warm and namespace.is_persistent:
+        if ledger.allocators[GROUP].warm and namespace.is_persistent:
             number = _with_warm(ledger, namespace, keys, usable, number, tokens)
     return PrefixReuse(number, referenced, tuple(tokens), _key_of(request, keys, number))
 
 
 def _with_warm(ledger: Ledger, namespace: Namespace, keys: TokenKeys, usable: int, number: int, tokens: list[int]) -> int:
     """Blocks on NVMe since the start that continue the prefix count too."""
-    walk, found = warm_prefix(ledger.tree, ledger.allocator, namespace, keys, usable)
+    walk, found = warm_prefix(ledger.tree, ledger.allocators[GROUP], namespace, keys, usable)
     warm = {block_number for block_number, _block in found}
     stored = [] if walk is None else [value for node, count in zip(walk.nodes, walk.counts, strict=True)
                                       for value in node.values[GROUP][:count]]
@@ -136,7 +136,7 @@ def truncate(ledger: Ledger, request: Request, keep_tokens: int) -> int:
                 doomed.extend([value for value in child.values[GROUP] if value is not None])
                 stack.extend(child.children.values())
             for block in reversed(doomed):
-                ledger.allocator.forget(block)
+                ledger.allocators[GROUP].forget(block)
                 forgotten += 1
             return forgotten
         number += count
@@ -144,7 +144,7 @@ def truncate(ledger: Ledger, request: Request, keep_tokens: int) -> int:
     if number >= first:
         for shared, block in ledger.tree.partial_candidates(walk, keys, request.num_tokens, GROUP):
             if shared == block.num_tokens:
-                ledger.allocator.forget(block)
+                ledger.allocators[GROUP].forget(block)
                 forgotten += 1
     return forgotten
 
@@ -154,19 +154,19 @@ def _forget_warm(ledger: Ledger, namespace: Namespace, keys: TokenKeys, first: i
     forgotten = 0
     parent = namespace.chain_seed
     for number in range(keys.num_tokens // keys.tokens_per_block):
-        if not ledger.allocator.warm:
+        if not ledger.allocators[GROUP].warm:
             break
         parent = next_chain_key(parent, keys.block_key(number, keys.tokens_per_block))
-        block = ledger.allocator.warm.get(parent)
+        block = ledger.allocators[GROUP].warm.get(parent)
         if block is not None and number >= first:
-            ledger.allocator.forget(block)
+            ledger.allocators[GROUP].forget(block)
             forgotten += 1
     return forgotten
 
 
 def start_scheduling(ledger: Ledger) -> None:
     """Begin a what-if: a copy of all reference counts that :func:`scheduling_remove_sequence` works on."""
-    for block in ledger.allocator.blocks:
+    for block in ledger.allocators[GROUP].blocks:
         block.scheduling_ref_count = block.ref_count
 
 

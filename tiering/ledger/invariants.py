@@ -13,7 +13,7 @@ from kvtier.tiering.ledger.tree import Node
 
 def verify(ledger: Ledger) -> None:
     """Raise LedgerError naming the first broken invariant."""
-    allocator = ledger.allocator
+    allocator = ledger.allocators[GROUP]
     _check_slots(allocator)
     _check_references(ledger)
     for block in allocator.blocks:
@@ -52,7 +52,7 @@ def _check_references(ledger: Ledger) -> None:
     for lease in ledger.leases.values():
         for block in lease.blocks:
             counts[block.id] = counts.get(block.id, 0) + 1
-    for block in ledger.allocator.blocks:
+    for block in ledger.allocators[GROUP].blocks:
         if block.ref_count != counts.get(block.id, 0):
             _fail(f"block {block.id}: ref_count {block.ref_count}, held by {counts.get(block.id, 0)} sequences and leases")
 

@@ -17,6 +17,7 @@ from kvtier.tiering.ledger.admission import AdmissionPlan, BatchPlanner
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
+from kvtier.tiering.ledger.group import GroupSpec
 from kvtier.tiering.ledger.keeping import apply_retention, change_priority, set_retention, take_for
 from kvtier.tiering.ledger.key import Namespace, TokenKeys
 from kvtier.tiering.ledger.moves import Move, MoveLog, WarmRow
@@ -35,32 +36,35 @@ class Ledger:
     """Sequences, reuse tree and handles.
 
     Args:
-        num_blocks: blocks of the primary, secondary and NVMe level.
+        groups: the groups of layers, by their numbers.
         tokens_per_block: tokens of a full block.
     """
 
-    def __init__(self, num_blocks: tuple[int, int, int], tokens_per_block: int, rules: LedgerRules) -> None:
+    def __init__(self, groups: Sequence[GroupSpec], tokens_per_block: int, rules: LedgerRules) -> None:
+        self.groups = list(groups)
         self.tokens_per_block = tokens_per_block
         self.rules = rules
         self.counters = LedgerCounters()
         self.moves = MoveLog()
-        self.events = EventLog(rules.max_events, 1)
-        self.tree = ReuseTree(1, tokens_per_block)
-        queues = eviction_queues(rules.policy, NUM_LEVELS)
-        self.allocator = BlockAllocator(GROUP, num_blocks, tokens_per_block, queues, self.tree, self.moves, self.events,
-                                        self.counters, rules)
+        self.events = EventLog(rules.max_events, len(self.groups))
+        self.tree = ReuseTree(len(self.groups), tokens_per_block)
+        self.allocators = [BlockAllocator(number, group.num_blocks, tokens_per_block, eviction_queues(rules.policy, NUM_LEVELS), self.tree,
+                                          self.moves, self.events, self.counters, rules)
+                           for number, group in enumerate(self.groups)]
         self.sequences: dict[int, ActiveSequence] = {}
         self.leases: dict[int, Lease] = {}
         self._next_lease = 0
         self._next_order = 0
-        levels = list(num_blocks)
-        while len(levels) > 1 and levels[-1] == 0:
-            levels.pop()
-        self.events.created(GROUP, tuple(levels))
+        for number, group in enumerate(self.groups):
+            levels = list(group.num_blocks)
+            while len(levels) > 1 and levels[-1] == 0:
+                levels.pop()
+            self.events.created(number, tuple(levels))
 
     def set_time(self, now: float) -> None:
         """The clock's reading for the calls that follow; releases count their durations from it."""
-        self.allocator.now = now
+        for allocator in self.allocators:
+            allocator.now = now
 
     # -- admission -------------------------------------------------------------------------------------------------------
 
@@ -76,31 +80,31 @@ class Ledger:
             if request.id in self.sequences or request.id in batch_ids:
                 raise RequestError(f"request {request.id}: this id is active already; remove that sequence first or use another id")
             batch_ids.add(request.id)
-        planner = BatchPlanner(self.tree, self.allocator, self.rules.enable_partial_reuse, self.rules.copy_on_partial_reuse)
+        planner = BatchPlanner(self.tree, self.allocators[GROUP], self.rules.enable_partial_reuse, self.rules.copy_on_partial_reuse)
         for request in requests:
             plan = AdmissionPlan(request, TokenKeys(request, self.tokens_per_block), Namespace(self.rules.namespace_seed, request))
             if self.rules.enable_block_reuse and not request.skip_read:
-                adopt_warm_blocks(self.tree, self.allocator, plan.namespace, plan.keys, plan.keys.num_tokens - 1)
+                adopt_warm_blocks(self.tree, self.allocators[GROUP], plan.namespace, plan.keys, plan.keys.num_tokens - 1)
                 planner.plan(plan)
             else:
                 planner.plans.append(plan)
-        if planner.needed_primary() > free_beside(self.allocator, planner.protected()):
+        if planner.needed_primary() > free_beside(self.allocators[GROUP], planner.protected()):
             planner.give_up_copies()
-        require_room(self.allocator, self.sequences, planner.needed_primary(), planner.protected(), f"requests {sorted(batch_ids)}")
+        require_room(self.allocators[GROUP], self.sequences, planner.needed_primary(), planner.protected(), f"requests {sorted(batch_ids)}")
         return self._carry_out(planner.plans)
 
     def _carry_out(self, plans: list[AdmissionPlan]) -> list[ActiveSequence]:
-        allocator = self.allocator
+        allocator = self.allocators[GROUP]
         sequences: list[ActiveSequence] = []
         takers: dict[int, int] = {}  # how many sequences have yet to copy or take over each partially matched block
         for plan in plans:  # claim everything that anybody matched before anything is taken
-            sequence = ActiveSequence(plan.request, plan.keys, plan.namespace, self._next_order)
+            sequence = ActiveSequence(plan.request, plan.keys, plan.namespace, self._next_order, len(self.groups))
             self._next_order += 1
             sequences.append(sequence)
             for position, block in enumerate(plan.matches):
                 sequence.origin_levels.append(level_of(block.index))
                 allocator.hold(block)
-                apply_retention(self.allocator, plan.request, position, block)
+                apply_retention(self.allocators[GROUP], plan.request, position, block)
             if plan.partial is not None:
                 sequence.origin_levels.append(level_of(plan.partial.index))
                 allocator.queues.claim(plan.partial)
@@ -113,7 +117,7 @@ class Ledger:
 
     def _fill(self, plan: AdmissionPlan, sequence: ActiveSequence, takers: dict[int, int]) -> None:
         """Give one sequence its blocks: promote what matched, take the rest."""
-        allocator = self.allocator
+        allocator = self.allocators[GROUP]
         counters = self.counters
         taken_before = counters.alloc_total
         new_before = counters.alloc_new
@@ -131,7 +135,7 @@ class Ledger:
             partial.ref_count += 1
             sequence.blocks.append(partial)
         elif partial is not None:
-            target = take_for(self.allocator, plan.request, len(plan.matches), partial.priority, partial.duration)
+            target = take_for(self.allocators[GROUP], plan.request, len(plan.matches), partial.priority, partial.duration)
             allocator.copy(partial, target, plan.partial_tokens)
             sequence.blocks.append(target)
             takers[partial.id] -= 1
@@ -140,7 +144,7 @@ class Ledger:
                 allocator.add_content(partial)
         sequence.num_prefix_blocks = len(sequence.blocks)
         while len(sequence.blocks) < plan.num_blocks:
-            sequence.blocks.append(take_for(self.allocator, plan.request, len(sequence.blocks)))
+            sequence.blocks.append(take_for(self.allocators[GROUP], plan.request, len(sequence.blocks)))
         sequence.prepopulated = plan.prepopulated
         sequence.valid = plan.prepopulated
         sequence.computed = plan.prepopulated
@@ -175,7 +179,7 @@ class Ledger:
             if appended:
                 needed += self._blocks_for(sequence.num_tokens + len(appended)) - len(sequence.blocks)
                 needed += self._must_copy_tail(sequence)
-        require_room(self.allocator, self.sequences, needed, set(), f"one more step of requests {list(ids)}", frozenset(ids))
+        require_room(self.allocators[GROUP], self.sequences, needed, set(), f"one more step of requests {list(ids)}", frozenset(ids))
         for request_id, appended in zip(ids, tokens, strict=True):
             if appended:
                 self._append(self.sequences[request_id], appended)
@@ -189,7 +193,7 @@ class Ledger:
         priority = DEFAULT_PRIORITY if retention is None else retention.decode_priority
         duration = None if retention is None else retention.decode_duration_seconds
         while len(sequence.blocks) * self.tokens_per_block < sequence.num_tokens:
-            block = self.allocator.take(priority, duration or 0.0)
+            block = self.allocators[GROUP].take(priority, duration or 0.0)
             block.ref_count = 1
             sequence.blocks.append(block)
         sequence.computed = sequence.num_tokens - 1
@@ -220,11 +224,11 @@ class Ledger:
         last = self._blocks_for(left) - 1
         is_cut = left % self.tokens_per_block != 0
         if is_cut and sequence.blocks[last].ref_count > 1:
-            require_room(self.allocator, self.sequences, 1, set(), f"a private copy for request {request_id}")
+            require_room(self.allocators[GROUP], self.sequences, 1, set(), f"a private copy for request {request_id}")
         sequence.keys.truncate(left)
         sequence.computed = min(sequence.computed, left)
         while len(sequence.blocks) > last + 1:
-            self.allocator.release(sequence.blocks.pop())
+            self.allocators[GROUP].release(sequence.blocks.pop())
         if is_cut:
             self._make_writable(sequence, last)
 
@@ -232,7 +236,7 @@ class Ledger:
         """The sequence's block at this position, alone in holding it and out of the tree, so that it may be written."""
         sequence = self.sequence(request_id)
         if sequence.blocks[position].ref_count > 1:
-            require_room(self.allocator, self.sequences, 1, set(), f"a private copy for request {request_id}")
+            require_room(self.allocators[GROUP], self.sequences, 1, set(), f"a private copy for request {request_id}")
         self._make_writable(sequence, position)
         return sequence.blocks[position]
 
@@ -243,13 +247,13 @@ class Ledger:
         """Whatever writes into a block first drops its key, node and backings; a shared block is copied first."""
         block = sequence.blocks[position]
         if block.ref_count > 1:
-            private = self.allocator.take(block.priority, block.duration)
+            private = self.allocators[GROUP].take(block.priority, block.duration)
             private.ref_count = 1
-            self.allocator.copy(block, private, 0)
-            self.allocator.release(block)
+            self.allocators[GROUP].copy(block, private, 0)
+            self.allocators[GROUP].release(block)
             sequence.blocks[position] = private
         elif block.node is not None:
-            self.allocator.drop(block)
+            self.allocators[GROUP].drop(block)
 
     # -- storing and ending ----------------------------------------------------------------------------------------------
 
@@ -264,12 +268,12 @@ class Ledger:
             self._store(sequence, True)
         del self.sequences[request_id]
         for block in reversed(sequence.blocks):  # so that the tail is given up before the head
-            self.allocator.release(block)
+            self.allocators[GROUP].release(block)
 
     def _store(self, sequence: ActiveSequence, with_partial: bool) -> None:
         if not self.rules.enable_block_reuse or sequence.request.skip_write or sequence.must_preempt:
             return
-        store_blocks(self.tree, self.allocator, self.events, sequence, GROUP, with_partial)
+        store_blocks(self.tree, self.allocators[GROUP], self.events, sequence, GROUP, with_partial)
 
     # -- leases ----------------------------------------------------------------------------------------------------------
 
@@ -279,7 +283,7 @@ class Ledger:
         lease = Lease(self._next_lease, request_id, list(sequence.blocks))
         self._next_lease += 1
         for block in lease.blocks:
-            self.allocator.hold(block)
+            self.allocators[GROUP].hold(block)
         self.leases[lease.lease_id] = lease
         return lease
 
@@ -288,13 +292,13 @@ class Ledger:
         if self.leases.pop(lease.lease_id, None) is None:
             raise RequestError(f"lease {lease.lease_id} of request {lease.request_id}: released already")
         for block in reversed(lease.blocks):
-            self.allocator.release(block)
+            self.allocators[GROUP].release(block)
 
     # -- single blocks ---------------------------------------------------------------------------------------------------
 
     def block(self, block_id: int) -> Block:
         """Raises UnknownBlock."""
-        blocks = self.allocator.blocks
+        blocks = self.allocators[GROUP].blocks
         if isinstance(block_id, bool) or not isinstance(block_id, int) or not 0 <= block_id < len(blocks):
             raise UnknownBlock(f"block {block_id!r}: this group has blocks 0..{len(blocks) - 1}")
         return blocks[block_id]
@@ -303,18 +307,18 @@ class Ledger:
         """Change the retention priority of an unreferenced block that holds content."""
         check_priority("priority", priority)
         block = self._idle(block_id, "set_priority")
-        change_priority(self.allocator, block, priority)
-        self.allocator.queues.claim(block)
-        self.allocator.add_content(block)
+        change_priority(self.allocators[GROUP], block, priority)
+        self.allocators[GROUP].queues.claim(block)
+        self.allocators[GROUP].add_content(block)
 
     def offload(self, block_id: int) -> None:
         """Move an unreferenced primary block one level down."""
         block = self._idle(block_id, "offload")
         if level_of(block.index) != PRIMARY:
             raise RequestError(f"block {block_id}: offload needs a primary block, it is on the {LEVEL_NAMES[level_of(block.index)]} level")
-        if not self.allocator.offload(block):
+        if not self.allocators[GROUP].offload(block):
             raise CapacityError(f"block {block_id}: no secondary block holds content of priority {block.priority} or less; "
-                                f"enlarge secondary (now {self.allocator.num_blocks[SECONDARY]} blocks)", 1, 0)
+                                f"enlarge secondary (now {self.allocators[GROUP].num_blocks[SECONDARY]} blocks)", 1, 0)
 
     def onboard(self, block_id: int) -> None:
         """Bring an unreferenced lower block to the primary level."""
@@ -323,11 +327,11 @@ class Ledger:
             return
         if block.node is None:
             raise RequestError(f"block {block_id}: found on NVMe at start and not matched yet; its tokens are unknown")
-        require_room(self.allocator, self.sequences, 1, set(), f"block {block_id}")
-        self.allocator.queues.claim(block)
-        self.allocator.promote(block)
-        self.allocator.end_call()
-        self.allocator.add_content(block)
+        require_room(self.allocators[GROUP], self.sequences, 1, set(), f"block {block_id}")
+        self.allocators[GROUP].queues.claim(block)
+        self.allocators[GROUP].promote(block)
+        self.allocators[GROUP].end_call()
+        self.allocators[GROUP].add_content(block)
 
     def _idle(self, block_id: int, verb: str) -> Block:
         block = self.block(block_id)
@@ -341,26 +345,26 @@ class Ledger:
     def refresh(self, now: float, may_write: bool = True) -> None:
         """Once per engine step: let durations expire and, if NVMe takes writes, write cold blocks ahead."""
         self.set_time(now)
-        self.allocator.expire()
+        self.allocators[GROUP].expire()
         if may_write:
-            self.allocator.write_ahead()
+            self.allocators[GROUP].write_ahead()
 
     def write_everything_out(self) -> bool:
         """Start NVMe copies of all unreferenced content that may have one. False while some had to be left for later."""
         priority = max(self.rules.nvme_offload_min_priority, self.rules.secondary_offload_min_priority)
         for level in (SECONDARY, PRIMARY):
-            coldest = self.allocator.queues.coldest(level, priority, self.allocator.num_blocks[level])
+            coldest = self.allocators[GROUP].queues.coldest(level, priority, self.allocators[GROUP].num_blocks[level])
             # Where NVMe is too small for all, exchanging one block's copy for another's would never end.
-            if not self.allocator.write_out([cast(Block, record) for record in coldest], True):
+            if not self.allocators[GROUP].write_out([cast(Block, record) for record in coldest], True):
                 return False
-        return self.allocator.writes_in_flight == 0
+        return self.allocators[GROUP].writes_in_flight == 0
 
     def finish(self, move: Move, failed: bool, source_is_bad: bool = True) -> None:
         """A Move has ended. When it failed, its content is lost to everybody who holds it.
 
         ``source_is_bad``: a failed read condemns the NVMe slot. False where the file was good and the way from there failed.
         """
-        lost = self.allocator.finish(move, failed, source_is_bad)
+        lost = self.allocators[GROUP].finish(move, failed, source_is_bad)
         if lost is not None:
             self.counters.lost += 1
             self._lose(lost)
@@ -368,16 +372,16 @@ class Ledger:
     def _lose(self, block: Block) -> None:
         """The block's bytes never arrived: out of the tree, and every sequence that holds it goes back to the tokens before it."""
         if block.node is not None:
-            self.allocator.publish_removed(block)
+            self.allocators[GROUP].publish_removed(block)
             self.tree.detach(block, GROUP)
-        self.allocator.drop_backings(block)
+        self.allocators[GROUP].drop_backings(block)
         for sequence in self.sequences.values():
             if block in sequence.blocks:
                 self._replace_prefix_from(sequence, sequence.blocks.index(block))
-        self.allocator.end_call()
-        if block.ref_count == 0 and not self.allocator.is_busy(block):
-            self.allocator.queues.claim(block)
-            self.allocator.queues.add_empty_first(block, level_of(block.index))
+        self.allocators[GROUP].end_call()
+        if block.ref_count == 0 and not self.allocators[GROUP].is_busy(block):
+            self.allocators[GROUP].queues.claim(block)
+            self.allocators[GROUP].queues.add_empty_first(block, level_of(block.index))
 
     def _replace_prefix_from(self, sequence: ActiveSequence, first: int) -> None:
         """Exchange a failed block and the reused blocks behind it for private ones: the engine will compute them again."""
@@ -388,12 +392,12 @@ class Ledger:
             block = sequence.blocks[position]
             if block.ref_count == 1 and block.node is None:
                 continue  # private already
-            if self.allocator.queues.free[PRIMARY] == 0:
+            if self.allocators[GROUP].queues.free[PRIMARY] == 0:
                 sequence.must_preempt = True
                 return
-            private = take_for(self.allocator, sequence.request, position)
+            private = take_for(self.allocators[GROUP], sequence.request, position)
             sequence.blocks[position] = private
-            self.allocator.release(block)
+            self.allocators[GROUP].release(block)
         sequence.num_prefix_blocks = min(sequence.num_prefix_blocks, first)
 
     def deliver(self, sequence: ActiveSequence) -> None:
@@ -416,9 +420,9 @@ class Ledger:
     def adopt_store(self, rows: Sequence[WarmRow], quarantined: Sequence[int]) -> None:
         """At start: what the store directory holds already."""
         for slot in quarantined:
-            self.allocator.quarantine_slot(slot)
+            self.allocators[GROUP].quarantine_slot(slot)
         for row in sorted(rows, key=_warm_order):
-            self.allocator.adopt_warm(row)
+            self.allocators[GROUP].adopt_warm(row)
 
     def reset(self) -> None:
         """Forget all cached content on all levels.
@@ -428,9 +432,9 @@ class Ledger:
         """
         if self.sequences or self.leases:
             raise RequestError(f"reset: {len(self.sequences)} sequences and {len(self.leases)} leases are active; end them first")
-        for block in self.allocator.blocks:
+        for block in self.allocators[GROUP].blocks:
             if block.has_content:
-                self.allocator.forget(block)
+                self.allocators[GROUP].forget(block)
 
     # -- helpers ---------------------------------------------------------------------------------------------------------
 

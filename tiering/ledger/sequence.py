@@ -8,11 +8,27 @@ from kvtier.tiering.ledger.key import Namespace, TokenKeys
 from kvtier.tiering.ledger.request import INT32_MAX, INT32_MIN, Request
 
 
+class SequenceRow:
+    """One group's part of a sequence.
+
+    Attributes:
+        blocks: handles in prompt order, of beam 0; the group's placeholder where a position has none (out of the window, no snapshot).
+        other_beams: the same for beams 1 and up; empty with one beam. A handle that several beams hold is referenced by each.
+        departed_ids: ids of the leading blocks (behind the sinks) that have left the window.
+    """
+
+    def __init__(self, group: int) -> None:
+        self.group = group
+        self.blocks: list[Block] = []
+        self.other_beams: list[list[Block]] = []
+        self.departed_ids: list[int] = []
+
+
 class ActiveSequence:
     """One sequence.
 
     Attributes:
-        blocks: its handles in prompt order.
+        rows: its handles, by group.
         computed: leading tokens whose keys and values are there.
         prepopulated: leading tokens promised by reuse; ``valid`` is what is left of them after failed reads.
         num_prefix_blocks: leading blocks that came from reuse, the partially matched one included.
@@ -22,12 +38,12 @@ class ActiveSequence:
         delivered: its hits have been counted.
     """
 
-    def __init__(self, request: Request, keys: TokenKeys, namespace: Namespace, order: int) -> None:
+    def __init__(self, request: Request, keys: TokenKeys, namespace: Namespace, order: int, num_groups: int) -> None:
         self.request = request
         self.keys = keys
         self.namespace = namespace
         self.order = order  # ascending with admission: pre-emption names the newest first
-        self.blocks: list[Block] = []
+        self.rows: list[SequenceRow] = [SequenceRow(group) for group in range(num_groups)]
         self.computed = 0
         self.prepopulated = 0
         self.valid = 0
@@ -44,6 +60,11 @@ class ActiveSequence:
     @property
     def id(self) -> int:
         return self.request.id
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Handles of the first group and beam: all there are for most models."""
+        return self.rows[0].blocks
 
     @property
     def num_tokens(self) -> int:

@@ -63,8 +63,8 @@ def test_a_move_names_slots_with_their_level_and_their_write_generation_never_bl
     churn(run, "abcd")
     block_of_slot_differs = False
     for move in run.moves():
-        assert 0 <= slot_of(move.source) < run.ledger.allocator.num_blocks[level_of(move.source)]
-        assert 0 <= slot_of(move.destination) < run.ledger.allocator.num_blocks[level_of(move.destination)]
+        assert 0 <= slot_of(move.source) < run.ledger.allocators[0].num_blocks[level_of(move.source)]
+        assert 0 <= slot_of(move.destination) < run.ledger.allocators[0].num_blocks[level_of(move.destination)]
         assert move.source != move.destination
         block_of_slot_differs |= slot_of(move.source) != move.block_id
     assert block_of_slot_differs
@@ -242,7 +242,7 @@ def test_storing_behind_a_forgotten_predecessor_puts_the_sequences_own_block_the
 def test_a_hole_in_a_stored_prompt_is_refilled_and_what_lies_behind_is_found_again() -> None:
     run = HandRun(8)
     blocks = run.serve("abc")
-    run.ledger.allocator.forget(blocks[0])
+    run.ledger.allocators[0].forget(blocks[0])
     run.note()
     assert capacity.match(run.ledger, run.request("abc")).reusable_blocks == 0
     sequence = run.add("abc")
@@ -364,7 +364,7 @@ def test_dropping_a_block_leaves_the_blocks_behind_it_stored() -> None:
     blocks = run.serve("abc")
     run.offload(blocks[2])
     run.settle()
-    run.ledger.allocator.forget(blocks[0])
+    run.ledger.allocators[0].forget(blocks[0])
     run.note()
     assert blocks[1].node is not None
     assert blocks[2].node is not None

@@ -8,6 +8,7 @@ from naive_model import snapshot
 
 from kvtier.pools.pool_index import PRIMARY
 from kvtier.tiering.ledger import capacity
+from kvtier.tiering.ledger.group import GroupSpec
 from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.key import BlockKey, Namespace, TokenKeys, next_chain_key
 from kvtier.tiering.ledger.ledger import Ledger
@@ -72,7 +73,7 @@ def test_match_changes_nothing_and_moves_no_counter() -> None:
 def test_match_stops_at_a_hole() -> None:
     run = HandRun(9)
     blocks = run.serve("abc")
-    run.ledger.allocator.forget(blocks[1])
+    run.ledger.allocators[0].forget(blocks[1])
     run.note()
     assert capacity.match(run.ledger, run.request("abcd")).reusable_blocks == 1
     run.finish()
@@ -103,7 +104,7 @@ def test_match_counts_warm_blocks_on_nvme_behind_and_between_stored_ones() -> No
     assert found.reusable_blocks == 4
     assert found.tokens_by_level == (4, 0, 12)
     assert capacity.match(run.ledger, Request(1, [*words("abcd")])).reusable_blocks == 3
-    assert len(run.ledger.allocator.warm) == 3, "asking adopts nothing"
+    assert len(run.ledger.allocators[0].warm) == 3, "asking adopts nothing"
     run.finish()
 
 
@@ -111,7 +112,7 @@ def test_match_counts_warm_blocks_on_nvme_behind_and_between_stored_ones() -> No
 
 
 def ledger_of(primary: int, tokens_per_block: int) -> Ledger:
-    return Ledger((primary, 0, 0), tokens_per_block, LedgerRules(policy="lru"))
+    return Ledger([GroupSpec((primary, 0, 0))], tokens_per_block, LedgerRules(policy="lru"))
 
 
 def generating(ledger: Ledger, prompt: int, generated: int, max_new: int, draft: int = 0) -> int:
@@ -128,9 +129,9 @@ def test_a_new_request_needs_the_blocks_of_its_whole_prompt(prompt: int, blocks:
     ledger = ledger_of(80, 16)
     request = Request(1, range(prompt), max_new_tokens=1)
     assert capacity.needed_blocks_one_step(ledger, request, False) == blocks
-    free = ledger.allocator.queues.free[PRIMARY]
+    free = ledger.allocators[0].queues.free[PRIMARY]
     ledger.add_sequences([request])
-    assert free - ledger.allocator.queues.free[PRIMARY] == blocks
+    assert free - ledger.allocators[0].queues.free[PRIMARY] == blocks
     verify(ledger)
 
 
@@ -154,10 +155,10 @@ def test_a_sequence_needs_the_blocks_of_its_next_tokens(prompt: int, generated: 
     assert capacity.needed_blocks_one_step(ledger, sequence, two_steps) == blocks
     steps = 2 if two_steps else 1
     tokens = min(steps * (draft + 1), max_new - generated)
-    free = ledger.allocator.queues.free[PRIMARY]
+    free = ledger.allocators[0].queues.free[PRIMARY]
     if tokens:
         ledger.append_step([1], [[1] * tokens])
-    assert free - ledger.allocator.queues.free[PRIMARY] == blocks, "and that is what the step takes"
+    assert free - ledger.allocators[0].queues.free[PRIMARY] == blocks, "and that is what the step takes"
 
 
 def test_drafts_of_a_new_request_count_up_to_what_may_be_generated() -> None:
@@ -230,7 +231,7 @@ def test_what_was_admitted_by_remaining_blocks_can_be_generated_to_the_end(token
         assert capacity.remaining_blocks_to_completion(ledger, ledger.sequence(number)) == 0
         ledger.remove_sequence(number, True)
     verify(ledger)
-    assert ledger.allocator.queues.free[PRIMARY] == primary
+    assert ledger.allocators[0].queues.free[PRIMARY] == primary
 
 
 # -- truncation --------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from kvtier.errors import CapacityError, RequestError
 from kvtier.policies.retention import RetentionConfig, TokenRange
 from kvtier.pools.pool_index import NVME, PRIMARY, level_of
 from kvtier.tiering.ledger import capacity
+from kvtier.tiering.ledger.group import GroupSpec
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Move, WarmRow
 from kvtier.tiering.ledger.request import MultimodalItem, Request
@@ -79,7 +80,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.rules_ = LedgerRules(enable_partial_reuse=partial, copy_on_partial_reuse=copy_on_partial,
                                   secondary_offload_min_priority=thresholds[0], nvme_offload_min_priority=thresholds[1],
                                   keep_backing=keep_backing, write_ahead_share=share, policy="lru")
-        self.ledger = Ledger(self.num_blocks, tokens_per_block, self.rules_)
+        self.ledger = Ledger([GroupSpec(self.num_blocks)], tokens_per_block, self.rules_)
         self.driver = Driver(self.ledger)
         self.now = 0.0
         self.next_id = 0
@@ -112,10 +113,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def add(self, data: st.DataObject, count: int) -> None:
         self.make_room(data, 2)
         requests = [self.request(data) for _ in range(count)]
-        warm = bool(self.ledger.allocator.warm)
+        warm = bool(self.ledger.allocators[0].warm)
         forecast = capacity.match(self.ledger, requests[0])
         before = snapshot(self.ledger)
-        idle = not self.ledger.sequences and not self.ledger.leases and self.ledger.allocator.num_busy[PRIMARY] == 0
+        idle = not self.ledger.sequences and not self.ledger.leases and self.ledger.allocators[0].num_busy[PRIMARY] == 0
         try:
             sequences = self.driver.add(*requests)
         except CapacityError as error:
@@ -141,7 +142,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def check_preemption(self, error: CapacityError, requests: list[Request]) -> None:
         """Removing the named requests makes room; none are named only when that would not help."""
         assert error.needed > error.available
-        if any(self.ledger.allocator.num_busy[PRIMARY:NVME]):
+        if any(self.ledger.allocators[0].num_busy[PRIMARY:NVME]):
             return  # what is being transferred is free only later
         if error.preempt:
             for request_id in error.preempt:
@@ -253,10 +254,10 @@ class LedgerMachine(RuleBasedStateMachine):
         with pytest.raises(RequestError):
             self.ledger.release_lease(lease)
 
-    @precondition(lambda self: any(block.has_content for block in self.ledger.allocator.blocks))
+    @precondition(lambda self: any(block.has_content for block in self.ledger.allocators[0].blocks))
     @rule(data=st.data(), verb=st.sampled_from(("set_priority", "offload", "onboard")), priority=st.sampled_from(PRIORITIES))
     def single_block(self, data: st.DataObject, verb: str, priority: int) -> None:
-        block_id = data.draw(st.sampled_from([block.id for block in self.ledger.allocator.blocks if block.has_content]))
+        block_id = data.draw(st.sampled_from([block.id for block in self.ledger.allocators[0].blocks if block.has_content]))
         before = snapshot(self.ledger)
         try:
             if verb == "set_priority":
@@ -326,7 +327,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.driver.tier.settle()
         assert not self.driver.tier.rows, "what was stored before a reset is on no level afterwards"
         assert not self.ledger.tree.roots
-        assert not self.ledger.allocator.warm
+        assert not self.ledger.allocators[0].warm
         self.driver.ever_stored.clear()
 
     @precondition(lambda self: self.num_blocks[NVME])
@@ -334,7 +335,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         """The process ends at any point; a new one finds what the manifest names."""
         old = self.driver.tier
-        self.ledger = Ledger(self.num_blocks, self.tokens_per_block, self.rules_)
+        self.ledger = Ledger([GroupSpec(self.num_blocks)], self.tokens_per_block, self.rules_)
         tier = PretendTier(self.ledger)
         tier.rows = dict(old.rows)
         tier.row_retention = dict(old.row_retention)
