@@ -65,7 +65,7 @@ class TransferManager:
         self._graph = TransferGraph(len(pools))
         self._open: dict[int, CopyBatch] = {}
         self._ready: list[TransferNode] = []
-        self._completed = CompletionQueue(self._block_bytes, [pool.group.tokens_per_block for pool in pools])
+        self._completed = CompletionQueue([pool.group for pool in pools])
         self._listeners: tuple[Callable[[], None], ...] = ()
         self._outstanding = 0
         self._sequence = 0
