@@ -205,12 +205,12 @@ def test_cuda_copies_move_the_same_bytes_as_host_copies(
 
 def test_no_cuda_copy_crosses_the_border_of_two_registrations(cuda: Any, stream: CudaStream) -> None:
     memory = np.zeros((8, 512), np.uint8)
+    pairs = [(slot, slot) for slot in range(8)]
     whole = CudaMemory(memory.ctypes.data, 512, 8, 0)
     pieces = CudaMemory(memory.ctypes.data, 512, 8, 3)
     for source, destination in ((whole, pieces), (pieces, whole)):
         cuda.runtime.calls.clear()
         copier = CudaRowCopier(cuda, source, destination, 512)
-        pairs = [(slot, slot) for slot in range(8)]
         stream.submit(lambda copier=copier: copier.copy(pairs, current_handle()))  # type: ignore[misc]
         assert len(cuda.runtime.calls) == 3
 
