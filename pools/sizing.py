@@ -164,6 +164,11 @@ def level_bytes(layout: KVLayout, counts: Sequence[int], level: int) -> int:
     return sum(count * slot_bytes(group, level) for group, count in zip(layout.groups, counts, strict=True))
 
 
+def nvme_geometries(layout: KVLayout, sizes: PoolSizes) -> list[NvmeGeometry]:
+    """The slab file of each group, by group number: what ``NvmeStore.open`` takes. A group without NVMe blocks has 0 slots."""
+    return [NvmeGeometry(group.block_bytes, count) for group, count in zip(layout.groups, sizes.nvme, strict=True)]
+
+
 def resolve_sizes(layout: KVLayout, primary: object, secondary: object, nvme: object, free: FreeSpace,
                   group_shares: Sequence[float] | None = None, max_tokens: int | None = None) -> PoolSizes:
     """Block counts per group and level, and the check that they fit into what is free.
