@@ -97,8 +97,9 @@ CONSTRUCTORS: dict[Callable[..., object], dict[str, object]] = {
                       "directory": None},
     KVLayout: {"layers": REQUIRED, "dtype": "bfloat16", "tokens_per_block": 32},
     KVLayout.uniform: {"num_layers": REQUIRED, "num_kv_heads": REQUIRED, "head_dim": REQUIRED, "dtype": "bfloat16", "tokens_per_block": 32},
-    LayerSpec.attention: {"num_kv_heads": REQUIRED, "head_dim": REQUIRED, "value_dim": None, "window": None, "sinks": 0, "dtype": None},
-    LayerSpec.mla: {"latent_dim": REQUIRED, "rope_dim": REQUIRED, "dtype": None},
+    LayerSpec.attention: {"num_kv_heads": REQUIRED, "head_dim": REQUIRED, "value_dim": None, "window": None, "sinks": 0, "dtype": None,
+                          "scale_bytes": 0, "indexer_bytes": 0},
+    LayerSpec.mla: {"latent_dim": REQUIRED, "rope_dim": REQUIRED, "dtype": None, "scale_bytes": 0, "indexer_bytes": 0},
     LayerSpec.recurrent: {"state_bytes": REQUIRED, "snapshot_interval": REQUIRED},
     LayerSpec.cross: {"num_kv_heads": REQUIRED, "head_dim": REQUIRED, "dtype": None},
 }
