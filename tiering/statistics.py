@@ -143,7 +143,7 @@ class IterationStats(TierCounters):
 
 @dataclass(frozen=True)
 class RequestStats:
-    """What one active sequence got from the cache when it was admitted, in blocks.
+    """What one active sequence got from the cache when it was admitted, in blocks of all groups.
 
     ``total_blocks`` and ``new_blocks`` were taken for it, new ones without content in them. Its prompt's blocks are
     ``reused_full + reused_partial + missed``. ``hit_tokens``, by the level they were found on, are zero until the sequence is
@@ -257,10 +257,10 @@ def _total(levels: Sequence[LevelStats]) -> LevelStats:
     return LevelStats(*[sum([getattr(level, field.name) for level in levels]) for field in fields(LevelStats)])
 
 
-def collect_request(sequence: ActiveSequence) -> RequestStats:
+def collect_request(ledger: Ledger, sequence: ActiveSequence) -> RequestStats:
     """What one sequence got."""
-    tokens_per_block = sequence.keys.tokens_per_block
-    partial = 1 if sequence.prepopulated % tokens_per_block else 0
+    tokens_per_block = ledger.tokens_per_block
+    partial = len(ledger.prefix_groups) if sequence.prepopulated % tokens_per_block else 0  # a prefix has one block in each group
     hits = [0] * NUM_LEVELS
     if sequence.delivered:
         left = sequence.valid

@@ -11,6 +11,7 @@ from toy_engine import OTHER, PROMPT, MakeCache, ToyEngine, WarmCache, delays, f
 
 from kvtier import CapacityError, KVCacheManager, Level, Request, UnknownRequest
 from kvtier.io.faults import FaultOperation
+from kvtier.tiering.ledger.group import WINDOW, GroupSpec
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.statistics import (
@@ -18,6 +19,7 @@ from kvtier.tiering.statistics import (
     PerLevel,
     TierCounters,
     collect_groups,
+    collect_request,
     since,
     total_levels,
 )
@@ -31,11 +33,11 @@ def held_blocks(cache: KVCacheManager) -> int:
     """Counted one by one."""
     with cache.locked() as ledger:
         held = {block.id for sequence in ledger.sequences.values() for block in sequence.blocks}
-        return len(held | {block.id for lease in ledger.leases.values() for block in lease.blocks})
+        return len(held | {block.id for lease in ledger.leases.values() for block in lease.rows[0]})
 
 
-def make_ledger(primary: int, secondary: int = 0) -> Ledger:
-    return Ledger((primary, secondary, 0), 4, LedgerRules(True, True, True, 35, 35, True, 0.25, "default", 0, bytes(32)))
+def make_ledger(*groups: GroupSpec) -> Ledger:
+    return Ledger(groups or [GroupSpec((4, 2, 0))], 4, LedgerRules(True, True, True, 35, 35, True, 0.25, "default", 0, bytes(32)))
 
 
 # -- levels --------------------------------------------------------------------------------------------------------------
@@ -85,17 +87,32 @@ def test_a_slot_that_is_read_into_is_used_while_somebody_waits_for_it_and_busy_a
 
 
 def test_groups_are_counted_one_by_one_and_together() -> None:
-    small, large = make_ledger(4, 2), make_ledger(16, 3)
-    small.add_sequences([Request(1, [1, 2, 3, 4, 5])])
-    large.add_sequences([Request(1, list(range(20)))])
-    groups = collect_groups([small.allocator, large.allocator])
+    ledger = make_ledger(GroupSpec((4, 2, 0), WINDOW, window=4), GroupSpec((16, 3, 0)))
+    ledger.add_sequences([Request(1, list(range(12)))])
+    groups = collect_groups(ledger.allocators)
     assert [group.group for group in groups] == [0, 1]
-    assert [(group.primary.max_blocks, group.primary.used_blocks) for group in groups] == [(4, 2), (16, 5)]
+    assert [(group.primary.max_blocks, group.primary.used_blocks) for group in groups] == [(4, 3), (16, 3)]
     primary, secondary, nvme = total_levels(groups)
-    assert primary == LevelStats(20, 13, 7, 0, 0, 0)
+    assert primary == LevelStats(20, 14, 6, 0, 0, 0)
     assert secondary == LevelStats(5, 5, 0, 0, 0, 0)
     assert nvme == LevelStats(0, 0, 0, 0, 0, 0)
     assert total_levels(groups[:1])[0] == groups[0].primary
+    ledger.mark_computed(1, 12)
+    ledger.append_step([1], [[7]])
+    groups = collect_groups(ledger.allocators)
+    assert [group.primary.used_blocks for group in groups] == [2, 4], "what has left the window is in use no more"
+
+
+def test_a_request_counts_its_blocks_in_all_groups() -> None:
+    ledger = make_ledger(GroupSpec((8, 0, 0)), GroupSpec((8, 0, 0)))
+    ledger.add_sequences([Request(1, list(range(12)))])
+    ledger.mark_computed(1, 12)
+    ledger.remove_sequence(1, True)
+    sequence = ledger.add_sequences([Request(2, [*range(7), 99, 99, 99])])[0]
+    found = collect_request(ledger, sequence)
+    assert (found.reused_full, found.reused_partial, found.missed, found.prepopulated_tokens) == (2, 2, 2, 7)
+    counters = ledger.counters
+    assert (counters.reused_full, counters.reused_partial, counters.missed - 6) == (2, 2, 2)
 
 
 def test_a_cache_has_the_levels_of_its_group(make_cache: MakeCache) -> None:
@@ -127,8 +144,8 @@ def test_the_peak_is_the_most_within_the_iteration(make_cache: MakeCache) -> Non
 
 
 def test_the_peak_of_all_groups_is_that_of_their_sum() -> None:
-    first, second = make_ledger(8), make_ledger(8)
-    peaks = UsagePeaks([first.allocator, second.allocator])
+    first, second = make_ledger(GroupSpec((8, 0, 0))), make_ledger(GroupSpec((8, 0, 0)))
+    peaks = UsagePeaks([*first.allocators, *second.allocators])
     first.add_sequences([Request(1, list(range(16)))])
     peaks.note()
     first.remove_sequence(1, False)
@@ -176,7 +193,7 @@ def test_a_front_that_is_reused_by_copying_counts_as_a_copy(make_cache: MakeCach
 
 
 def test_a_difference_knows_what_is_not_counted() -> None:
-    cache_counters = StatisticsRecorder(ledger := make_ledger(4), [ledger.allocator]).stats(0, None)
+    cache_counters = StatisticsRecorder(ledger := make_ledger(), ledger.allocators).stats(0, None)
     assert cache_counters.host_dropped is None
     counted = dataclasses.replace(cache_counters, host_dropped=7)
     assert since(cache_counters, cache_counters).host_dropped is None
@@ -260,8 +277,8 @@ def test_a_hit_rate_is_reused_of_all(make_cache: MakeCache) -> None:
 
 
 def test_advice_is_said_once_and_can_be_read_while_it_holds(caplog: pytest.LogCaptureFixture) -> None:
-    ledger = make_ledger(4, 2)
-    recorder = StatisticsRecorder(ledger, [ledger.allocator], [TransferBalance(Level.SECONDARY, window=8, min_blocks=16)])
+    ledger = make_ledger()
+    recorder = StatisticsRecorder(ledger, ledger.allocators, [TransferBalance(Level.SECONDARY, window=8, min_blocks=16)])
     assert recorder.stats(0, None).advice is None
     for _ in range(20):
         for _ in range(3):
@@ -282,9 +299,9 @@ def test_advice_is_said_once_and_can_be_read_while_it_holds(caplog: pytest.LogCa
 
 
 def test_traffic_with_nvme_is_judged_apart_from_that_with_the_host() -> None:
-    ledger = make_ledger(4, 2)
+    ledger = make_ledger()
     balances = [TransferBalance(level, window=4, min_blocks=4) for level in (Level.SECONDARY, Level.NVME)]
-    recorder = StatisticsRecorder(ledger, [ledger.allocator], balances)
+    recorder = StatisticsRecorder(ledger, ledger.allocators, balances)
     for _ in range(6):
         recorder.totals.add(Level.PRIMARY, Level.SECONDARY, 100, 0.1)
         recorder.totals.add(Level.SECONDARY, Level.PRIMARY, 100, 0.1)
