@@ -101,6 +101,7 @@ CALLS: dict[str, Callable[[KVCacheManager], object]] = {
     "poll_events": lambda cache: cache.poll_events(timeout=5.0),
     "events": lambda cache: cache.events(),
     "stats": lambda cache: cache.stats(),
+    "request_stats": lambda cache: cache.request_stats(1),
     "iteration_stats": lambda cache: cache.iteration_stats(),
     "reset": lambda cache: cache.reset(),
     "verify": lambda cache: cache.verify(),

@@ -81,6 +81,7 @@ METHODS: dict[str, dict[str, object]] = {
     "events": {},
     "stats": {},
     "iteration_stats": {},
+    "request_stats": {"request_id": REQUIRED},
     "block_hashes": {"request_id": REQUIRED},
     "reset": {"timeout": 60.0},
     "close": {"timeout": 10},

@@ -62,7 +62,8 @@ def test_one_burst_is_no_situation() -> None:
     assert run(balance, 64, 1, 1) == []
     assert run(balance, 3, 0, 50_000) != [], "much among other traffic is one"
     quiet = TransferBalance(HOST, window=64, min_blocks=100)
-    assert run(quiet, 70, 0, 0) + run(quiet, 3, 0, 50_000) + run(quiet, 60, 0, 0) == []
+    run(quiet, 64, 1, 1)
+    assert run(quiet, 64, 0, 0) + run(quiet, 3, 0, 50_000) + run(quiet, 60, 0, 0) == []
 
 
 def test_what_moves_in_turns_within_the_window_is_in_balance() -> None:
@@ -76,6 +77,12 @@ def test_the_window_slides() -> None:
     run(balance, 10, 20, 20)
     assert run(balance, 7, 0, 20) == [], "60 up, 200 down"
     assert len(run(balance, 1, 0, 20)) == 1, "40 up, 200 down"
+
+
+def test_drops_count_as_long_as_they_are_within_the_window() -> None:
+    balance = small()
+    run(balance, 10, 20, 20, 20)
+    assert "so that only what comes back goes there" in run(balance, 10, 0, 20)[0][1]
 
 
 def test_it_is_said_again_only_after_it_was_over() -> None:
