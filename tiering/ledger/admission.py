@@ -119,7 +119,11 @@ class BatchPlanner:
                 plan.give_up_partial()
 
     def _match_partial(self, plan: AdmissionPlan, walk: Walk, usable: int) -> None:
-        for shared, node, position in self.tree.partial_places(walk, plan.keys, usable):
+        places = self.tree.partial_places(walk, plan.keys, usable)
+        place = places.next_place()
+        while place is not None:
+            shared, node, position = place
+            place = places.next_place()
             block = node.values[self.group][position]
             if block is None:
                 continue

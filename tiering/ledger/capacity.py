@@ -143,7 +143,7 @@ def truncate(ledger: Ledger, request: Request, keep_tokens: int) -> int:
     # All full blocks are kept, or there are none beyond: what is left is a stored tail that is part of this prompt.
     if number >= first:
         tails = [(shared, node.values[GROUP][position]) for shared, node, position
-                 in ledger.tree.partial_places(walk, keys, request.num_tokens)]
+                 in ledger.tree.partial_places(walk, keys, request.num_tokens).all_places()]
         for shared, tail in tails:
             if tail is not None and shared == tail.num_tokens:
                 ledger.allocators[GROUP].forget(tail)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvtier.tiering.ledger.block import Block
-from kvtier.tiering.ledger.key import Identity, KeyRun, Namespace, TokenKeys
+from kvtier.tiering.ledger.key import NO_CHAIN, Identity, KeyRun, Namespace, TokenKeys
 from kvtier.tiering.ledger.siblings import PartialPlaces, SiblingOrder, common_tokens
 
 MAX_GROWING_RUN: Final = 64  # blocks; longer runs are continued in a child, so that growing stays cheap
@@ -110,7 +110,7 @@ class ReuseTree:
         node = self.roots.get(namespace.identity)
         if node is None:
             block_bytes = self.tokens_per_block * namespace.token_width
-            node = Node(None, KeyRun(namespace, block_bytes, b"", 0, False, None, []), block_bytes, self.num_groups)
+            node = Node(None, KeyRun(namespace, block_bytes, b"", 0, False, None, NO_CHAIN), block_bytes, self.num_groups)
             self.roots[namespace.identity] = node
         return node
 
@@ -334,7 +334,7 @@ class ReuseTree:
         if parent.length < parent.run.num_blocks:
             _cut_run(parent)  # it becomes the parent of another run: that stands for all of its blocks
         before = None if parent.parent is None else parent.run
-        child = Node(parent, KeyRun(parent.run.namespace, block_bytes, label, length, is_plain, before, []), parent.block_bytes,
+        child = Node(parent, KeyRun(parent.run.namespace, block_bytes, label, length, is_plain, before, NO_CHAIN), parent.block_bytes,
                      self.num_groups)
         key = child.key
         children = parent.children
