@@ -16,7 +16,7 @@ from kvtier.tiering.ledger.key import NO_CHAIN, Identity, KeyRun, Namespace, Tok
 from kvtier.tiering.ledger.siblings import PartialPlaces, SiblingOrder, common_tokens
 
 MAX_GROWING_RUN: Final = 64  # blocks; longer runs are continued in a child, so that growing stays cheap
-COPIED_BYTES: Final = 4096  # up to here two slices are faster compared than a view of one is made
+COPIED_BYTES: Final = 4096  # so much is copied and compared sooner than ``startswith`` is called or a view made
 FEW_CHILDREN: Final = 8  # up to so many are looked through one by one for partial matches
 
 
@@ -449,6 +449,8 @@ def _matching_blocks(node: Node, data: bytes, start: int, reach: int) -> int:
 
 def _equal(data: bytes, start: int, label: bytes, first: int, end: int) -> bool:
     """Whether bytes [first, end) of a label stand in the data from ``start + first`` on."""
+    if end - first == len(label):
+        return data[start:start + end] == label if end <= COPIED_BYTES else data.startswith(label, start)
     if end - first <= COPIED_BYTES:
         return data[start + first:start + end] == label[first:end]
     return data.startswith(memoryview(label)[first:end], start + first)
