@@ -12,12 +12,13 @@ from kvtier.errors import RequestError, TransferError
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.key import TOKEN_BYTES
-from kvtier.tiering.ledger.ledger import GROUP, Ledger
+from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.types import Level
 
 if TYPE_CHECKING:
     from kvtier.tiering.core import TierCore
 
+GROUP: Final = 0
 ACCESS_TIMEOUT: Final = 60.0  # seconds to wait for transfers that use the block
 
 
@@ -66,17 +67,17 @@ def read(core: TierCore, block_id: int) -> bytes:
     """
     with core.locked() as ledger:
         block = ledger.block(block_id)
-        ledger.allocator.begin_access(block)  # so that nobody takes the slot meanwhile
+        ledger.allocators[0].begin_access(block)  # so that nobody takes the slot meanwhile
         index = block.index
-        generation = ledger.allocator.generations[level_of(index)][slot_of(index)]
-        key = ledger.allocator.chain_key(block.owner or block)
+        generation = ledger.allocators[0].generations[level_of(index)][slot_of(index)]
+        key = ledger.allocators[0].chain_key(block.owner or block)
     try:
         if not core.transfers.wait(GROUP, [index], ACCESS_TIMEOUT):
             raise TransferError(f"block {block_id}: transfers into it did not end within {ACCESS_TIMEOUT:.0f} s; try again")
         pools = core.pools
         level, slot = level_of(index), slot_of(index)
         with core.locked() as ledger:
-            if ledger.allocator.generations[level][slot] != generation:
+            if ledger.allocators[0].generations[level][slot] != generation:
                 raise TransferError(f"block {block_id}: the transfer into it failed, its content is lost")
         if level == PRIMARY:
             rows = pools.primary.rows
@@ -97,7 +98,7 @@ def read(core: TierCore, block_id: int) -> bytes:
         return out.tobytes()
     finally:
         with core.locked() as ledger:
-            ledger.allocator.end_access(level_of(index), slot_of(index))
+            ledger.allocators[0].end_access(level_of(index), slot_of(index))
 
 
 def write(core: TierCore, block_id: int, data: bytes) -> None:

@@ -36,6 +36,7 @@ from kvtier.tiering import arguments
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.event_queue import EventQueue
 from kvtier.tiering.ledger.events import Event
+from kvtier.tiering.ledger.group import GroupSpec
 from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
@@ -79,7 +80,7 @@ class TierCore:
         self._totals = TransferTotals()
         self._prefill_rate: float | None = None
         self._ledger = _ledger(config, sizes, layout.tokens_per_block, hashlib.sha256(self._namespace.encode()).digest())
-        self._ledger.allocator.wall_clock_offset = time.time() - self._clock()
+        self._ledger.allocators[0].wall_clock_offset = time.time() - self._clock()
         group = layout.groups[0]
         with ExitStack() as undo:  # what fails here must not leave the directory locked
             self.store = self._open_store(sizes)
@@ -165,7 +166,7 @@ class TierCore:
         deadline = time.monotonic() + arguments.seconds("timeout", timeout)
         while True:
             with self.locked() as ledger:
-                if not any(ledger.allocator.num_busy) or ledger.sequences or ledger.leases:
+                if not any(ledger.allocators[0].num_busy) or ledger.sequences or ledger.leases:
                     ledger.reset()
                     self._is_clearing = True  # what others store from now on must not be deleted with the rest
                     break
@@ -220,7 +221,7 @@ class TierCore:
             self._totals.failures += 1
             if isinstance(error, CorruptBlock):
                 self._totals.checksum_failures += 1
-            ledger.allocator.condemn(slot)
+            ledger.allocators[0].condemn(slot)
 
     @contextmanager
     def locked(self) -> Iterator[Ledger]:
@@ -304,7 +305,7 @@ class TierCore:
                                free_space_reserve=self.config.nvme_free_space_reserve_bytes, sync=self.config.nvme_sync)
         rows = [WarmRow(row.group, row.slot, row.key, row.priority, row.expiry, row.hits) for row in store.stored_blocks()]
         self._ledger.set_time(self._clock())
-        self._ledger.adopt_store(rows, [slot for _group, slot in store.quarantined()])
+        self._ledger.adopt_store(rows, list(store.quarantined()))
         self._queue_records()
         return store
 
@@ -313,7 +314,7 @@ def _ledger(config: TierConfig, sizes: PoolSizes, tokens_per_block: int, seed: b
     rules = LedgerRules(config.enable_block_reuse, config.enable_partial_reuse, config.copy_on_partial_reuse,
                         config.secondary_offload_min_priority, config.nvme_offload_min_priority, config.keep_backing,
                         config.write_ahead_share, config.policy, config.event_buffer_max_size, seed)
-    return Ledger((sizes.primary[0], sizes.secondary[0], sizes.nvme[0]), tokens_per_block, rules)
+    return Ledger([GroupSpec((sizes.primary[0], sizes.secondary[0], sizes.nvme[0]))], tokens_per_block, rules)
 
 
 def _sizes(layout: KVLayout, config: TierConfig, device: str) -> PoolSizes:

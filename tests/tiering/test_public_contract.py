@@ -90,7 +90,7 @@ CONSTRUCTORS: dict[Callable[..., object], dict[str, object]] = {
     KVCacheManager: {"layout": REQUIRED, "config": REQUIRED, "device": "cpu", "model": None},
     Request: {"id": REQUIRED, "tokens": REQUIRED, "lora_id": None, "cache_salt": None, "extra_ids": None, "multimodal": (),
               "retention": None, "beam_width": 1, "max_new_tokens": 16, "num_draft_tokens": 0, "encoder_length": 0, "skip_read": False,
-              "skip_write": False, "lora_digest": None, "extra_ids_digest": None},
+              "skip_write": False, "lora_digest": None, "extra_ids_digest": None, "encoder_digest": None},
     MultimodalItem: {"digest": REQUIRED, "runs": REQUIRED},
     TokenRange: {"start": REQUIRED, "end": REQUIRED, "priority": REQUIRED, "duration_seconds": None},
     RetentionConfig: {"ranges": (), "decode_priority": 35, "decode_duration_seconds": None, "transfer_mode": TransferMode.DRAM,

@@ -10,7 +10,7 @@ from typing import Final, cast
 
 from kvtier.errors import CapacityError
 from kvtier.policies.eviction import NOT_QUEUED, EvictionQueues, QueueRecord
-from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of, slot_of
+from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, PoolIndex, level_of, slot_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.moves import Move, MoveLog, WarmRow
@@ -18,9 +18,11 @@ from kvtier.tiering.ledger.rules import TierRules
 from kvtier.tiering.ledger.slots import SlotTable
 from kvtier.tiering.ledger.stats import LedgerCounters
 from kvtier.tiering.ledger.tree import ReuseTree
+from kvtier.types import BlockId
 
 MAX_WRITES_IN_FLIGHT: Final = 64
 MAX_SCAN: Final = 4096
+PLACEHOLDER_ID: Final = -2
 ALREADY_EXPIRED: Final = 1e-9  # on the clock of releases, where 0.0 means never
 
 
@@ -43,6 +45,7 @@ class BlockAllocator(SlotTable):
         self.quarantined: set[int] = set()                                    # NVMe slots that must not be used
         self.warm: dict[bytes, Block] = {}
         self.writes_in_flight = 0
+        self.placeholder = Block(BlockId(PLACEHOLDER_ID), PoolIndex(-1))      # stands where a sequence has no block; in no queue
         self._spares: list[Block] = []       # of promotions in this call; released when it ends
         self._may_write_ahead = True
         for block in self.blocks:

@@ -6,14 +6,23 @@ from kvtier.pools.pool_index import NVME, level_of
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog, StoredBlock
+from kvtier.tiering.ledger.group import CROSS, GroupSpec
 from kvtier.tiering.ledger.key import Namespace, TokenKeys, next_chain_key
 from kvtier.tiering.ledger.sequence import ActiveSequence
 from kvtier.tiering.ledger.tree import Node, ReuseTree, Walk
 
 
-def store_blocks(tree: ReuseTree, allocator: BlockAllocator, events: EventLog, sequence: ActiveSequence, group: int,
+def store_blocks(tree: ReuseTree, allocators: list[BlockAllocator], groups: list[GroupSpec], events: EventLog, sequence: ActiveSequence,
                  with_partial: bool) -> None:
     """Attach a sequence's storable blocks where the tree has none yet. An occupied place keeps its handle."""
+    for number in range(len(groups) - 1, -1, -1):
+        if groups[number].kind != CROSS:
+            _store_group(tree, allocators[number], events, sequence, number, with_partial)
+
+
+def _store_group(tree: ReuseTree, allocator: BlockAllocator, events: EventLog, sequence: ActiveSequence, group: int,
+                 with_partial: bool) -> None:
+    blocks = sequence.rows[group].blocks
     keys = sequence.keys
     usable = sequence.storable_tokens()
     tokens_per_block = keys.tokens_per_block
@@ -33,17 +42,19 @@ def store_blocks(tree: ReuseTree, allocator: BlockAllocator, events: EventLog, s
         number += 1
     attached: list[tuple[int, Node, int]] = []
     for number, node, position in stored:
-        block = sequence.blocks[number]
+        block = blocks[number]
+        if block.id < 0:
+            continue
         if block.node is not None:
             allocator.publish_removed(block)  # it moves: attach() takes it from its old place
         tree.attach(node, position, group, block, tokens_per_block)
         attached.append((number, node, position))
     if with_partial and usable % tokens_per_block:
         tail = tree.walk(tree.root(sequence.namespace), keys, usable)
-        last = sequence.blocks[tail.num_blocks]
-        if tail.num_blocks == usable // tokens_per_block and last.node is None:
+        last = blocks[tail.num_blocks]
+        if tail.num_blocks == usable // tokens_per_block and last.node is None and last.id >= 0:
             place = tree.extend_partial(tail, keys, usable)
-            if place is not None:
+            if place is not None and place[0].values[group][place[1]] is None:
                 tree.attach(place[0], place[1], group, last, usable % tokens_per_block)
                 attached.append((tail.num_blocks, place[0], place[1]))
     if events.enabled:
@@ -100,8 +111,14 @@ def warm_prefix(tree: ReuseTree, allocator: BlockAllocator, namespace: Namespace
     return walk, found
 
 
-def adopt_warm_blocks(tree: ReuseTree, allocator: BlockAllocator, namespace: Namespace, keys: TokenKeys, num_tokens: int) -> None:
+def adopt_warm_blocks(tree: ReuseTree, allocators: list[BlockAllocator], groups: list[GroupSpec], namespace: Namespace, keys: TokenKeys,
+                      num_tokens: int) -> None:
     """Give warm blocks that continue the prompt their place in the tree, with the request's own tokens."""
+    for allocator in allocators:
+        _adopt_group(tree, allocator, namespace, keys, num_tokens)
+
+
+def _adopt_group(tree: ReuseTree, allocator: BlockAllocator, namespace: Namespace, keys: TokenKeys, num_tokens: int) -> None:
     if not allocator.warm or not namespace.is_persistent:
         return
     _walk, found = warm_prefix(tree, allocator, namespace, keys, num_tokens)

@@ -177,6 +177,19 @@ class ReuseTree:
         found.sort(key=_shared_tokens, reverse=True)
         return found
 
+    def partial_places(self, walk: Walk, keys: TokenKeys, num_tokens: int) -> list[tuple[int, Node, int]]:
+        found: list[tuple[int, Node, int]] = []
+        seen: set[tuple[int, int]] = set()
+        for group in range(self.num_groups):
+            for shared, block in self.partial_candidates(walk, keys, num_tokens, group):
+                node = block.node
+                assert node is not None
+                if (id(node), block.position) not in seen:
+                    seen.add((id(node), block.position))
+                    found.append((shared, node, block.position))
+        found.sort(key=lambda f: -f[0])
+        return found
+
     # -- changing --------------------------------------------------------------------------------------------------------
 
     def extend(self, walk: Walk, keys: TokenKeys, num_tokens: int) -> list[tuple[Node, int]]:

@@ -10,6 +10,7 @@ from pretend_tier import always
 from kvtier.policies.retention import RetentionConfig, TokenRange
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY
 from kvtier.tiering.ledger.events import Created, EventLog, Removed, Stored, StoredBlock, Updated
+from kvtier.tiering.ledger.group import GroupSpec
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import WarmRow
 from kvtier.tiering.ledger.request import Request
@@ -18,7 +19,7 @@ from kvtier.tiering.ledger.rules import LedgerRules
 
 def driver(primary: int, secondary: int = 0, nvme: int = 0, **rules: Any) -> Driver:
     settings: dict[str, Any] = {"policy": "lru", "keep_backing": False, "secondary_offload_min_priority": 30} | rules
-    return Driver(Ledger((primary, secondary, nvme), 4, LedgerRules(**settings)))
+    return Driver(Ledger([GroupSpec((primary, secondary, nvme))], 4, LedgerRules(**settings)))
 
 
 def data(cache: Driver) -> list[Any]:
@@ -30,7 +31,7 @@ def kinds(events: list[Any]) -> list[str]:
 
 
 def key(cache: Driver, block_id: int) -> bytes:
-    return cache.ledger.allocator.chain_key(cache.ledger.block(block_id))
+    return cache.ledger.allocators[0].chain_key(cache.ledger.block(block_id))
 
 
 def prefilled(cache: Driver, request_id: int, tokens: Any, **keywords: Any) -> None:
@@ -145,7 +146,7 @@ def test_a_refilled_hole_is_stored_behind_its_predecessor_and_what_lies_behind_i
     prefilled(cache, 0, range(13))
     cache.release(0)
     first = key(cache, 0)
-    cache.ledger.allocator.forget(cache.ledger.block(1))
+    cache.ledger.allocators[0].forget(cache.ledger.block(1))
     data(cache)
     prefilled(cache, 1, range(13))
     cache.release(1)
@@ -160,7 +161,7 @@ def test_two_separate_holes_are_two_stored_events() -> None:
     prefilled(cache, 0, range(17))
     cache.release(0)
     for block_id in (0, 2):
-        cache.ledger.allocator.forget(cache.ledger.block(block_id))
+        cache.ledger.allocators[0].forget(cache.ledger.block(block_id))
     data(cache)
     prefilled(cache, 1, range(17))
     cache.release(1)
@@ -230,7 +231,7 @@ def test_a_block_changes_level_at_every_step_and_its_subscriber_knows_where_it_i
     prefilled(cache, 1, range(50, 55))
     cache.release(1)
     data(cache)
-    cache.ledger.offload(next(block.id for block in cache.ledger.allocator.blocks if block.node is not None and block.id != 0))
+    cache.ledger.offload(next(block.id for block in cache.ledger.allocators[0].blocks if block.node is not None and block.id != 0))
     assert Updated(name, (SECONDARY, NVME)) in data(cache)
     cache.tier.settle()
     cache.ledger.onboard(0)

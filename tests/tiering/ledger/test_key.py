@@ -325,7 +325,6 @@ def test_appending_and_cutting_is_the_same_as_a_new_prompt(prompt: list[int], ch
     ({"tokens": [1, 2], "extra_ids": [1, -1]}, r"extra_ids\[1\]=-1"),
     ({"tokens": [1, 2], "extra_ids": [1, 1 << 64]}, r"extra_ids\[1\]"),
     ({"tokens": [1], "beam_width": 0}, "beam_width=0"),
-    ({"tokens": [1], "beam_width": 2}, "not included yet"),
     ({"tokens": [1], "max_new_tokens": -1}, "max_new_tokens=-1"),
     ({"tokens": [1], "num_draft_tokens": -1}, "num_draft_tokens=-1"),
     ({"tokens": [1], "encoder_length": -1}, "encoder_length=-1"),
