@@ -27,11 +27,11 @@ _MASK64: Final = (1 << 64) - 1
 _MASK32: Final = (1 << 32) - 1
 
 
-Identity = tuple[int | None, str | None, bool, bytes | None, bytes | None]
+Identity = tuple[int | str | bytes | None, ...]
 
 
 class Namespace:
-    """What must agree before tokens are even compared: LoRA adapter, salt, use of extra ids (and their stable digests).
+    """What must agree before tokens are even compared: LoRA adapter, salt, use of extra ids (and their stable digests), encoder input.
 
     ``identity`` is what the tree finds a namespace by; ``chain_seed`` (32 bytes) starts its chain of keys. ``seed`` names the
     model, layout and format, so that chain keys of different models never meet.
@@ -39,28 +39,39 @@ class Namespace:
 
     def __init__(self, seed: bytes, request: Request) -> None:
         self.seed = seed
-        self.identity: Identity = (request.lora_id, request.cache_salt, request.extra_ids is not None, request.lora_digest,
-                                   request.extra_ids_digest)
-        self.token_width = TOKEN_BYTES if request.extra_ids is None else TOKEN_WITH_EXTRA_BYTES
+        self.lora_id: int | None = request.lora_id
+        self.cache_salt: str | None = request.cache_salt
+        self.encoder_digest: bytes | None = request.encoder_digest
+        uses_extra_ids = request.extra_ids is not None
+        self.identity: Identity = (self.lora_id, self.cache_salt, uses_extra_ids, request.lora_digest, request.extra_ids_digest)
+        if self.encoder_digest is not None:
+            self.identity = (*self.identity, self.encoder_digest)
+        self.token_width = TOKEN_WITH_EXTRA_BYTES if uses_extra_ids else TOKEN_BYTES
+        self._lora_digest: bytes | None = request.lora_digest
+        self._extra_ids_digest: bytes | None = request.extra_ids_digest
         self._chain_seed = b""
 
     @property
     def is_persistent(self) -> bool:
         """Process-local ids mean nothing to the next process: without a stable digest such blocks never reach NVMe."""
-        lora_id, _salt, uses_extra_ids, lora_digest, extra_ids_digest = self.identity
-        return (lora_id is None or lora_digest is not None) and (not uses_extra_ids or extra_ids_digest is not None)
+        return ((self.lora_id is None or self._lora_digest is not None)
+                and (self.token_width == TOKEN_BYTES or self._extra_ids_digest is not None))
 
     @property
     def chain_seed(self) -> bytes:
         if not self._chain_seed:
-            lora_id, salt, uses_extra_ids, lora_digest, extra_ids_digest = self.identity
-            digest = hashlib.sha256(b"kvtier namespace 1")
-            for part in (
+            lora_id, salt, lora_digest, extra_ids_digest = self.lora_id, self.cache_salt, self._lora_digest, self._extra_ids_digest
+            uses_extra_ids = self.token_width != TOKEN_BYTES
+            parts = [
                 self.seed,
                 b"" if lora_id is None else (b"d" + lora_digest if lora_digest is not None else b"i%d" % lora_id),
                 b"" if salt is None else b"s" + salt.encode("utf-8", "surrogatepass"),
                 b"" if not uses_extra_ids else b"x" + (extra_ids_digest or b""),
-            ):
+            ]
+            if self.encoder_digest is not None:
+                parts.append(b"e" + self.encoder_digest)
+            digest = hashlib.sha256(b"kvtier namespace 1")
+            for part in parts:
                 digest.update(struct.pack("<Q", len(part)))
                 digest.update(part)
             self._chain_seed = digest.digest()

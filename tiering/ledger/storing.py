@@ -26,8 +26,13 @@ def _store_group(tree: ReuseTree, allocator: BlockAllocator, events: EventLog, s
     keys = sequence.keys
     usable = sequence.storable_tokens()
     tokens_per_block = keys.tokens_per_block
-    if usable < tokens_per_block and not (with_partial and usable > 0):
+    full = usable // tokens_per_block
+    while full > 0 and blocks[full - 1].id < 0:  # no places behind the last handle: nobody would ever take them out again
+        full -= 1
+    if full == 0 and not (with_partial and usable > 0):
         return
+    if full < usable // tokens_per_block:
+        usable = full * tokens_per_block
     walk = tree.walk(tree.root(sequence.namespace), keys, usable)
     stored: list[tuple[int, Node, int]] = []  # block number, place
     number = 0
@@ -54,7 +59,9 @@ def _store_group(tree: ReuseTree, allocator: BlockAllocator, events: EventLog, s
         last = blocks[tail.num_blocks]
         if tail.num_blocks == usable // tokens_per_block and last.node is None and last.id >= 0:
             place = tree.extend_partial(tail, keys, usable)
-            if place is not None and place[0].values[group][place[1]] is None:
+            if place is None:  # there is one already, perhaps only for another group
+                place = (tail.end()[0].children[keys.block_key(tail.num_blocks, usable % tokens_per_block)], 0)
+            if place[0].values[group][0] is None:
                 tree.attach(place[0], place[1], group, last, usable % tokens_per_block)
                 attached.append((tail.num_blocks, place[0], place[1]))
     if events.enabled:
@@ -74,8 +81,8 @@ def _publish(events: EventLog, keys: TokenKeys, namespace: Namespace, group: int
         block = node.values[group][position]
         assert block is not None
         start = number * keys.tokens_per_block
-        run.append(StoredBlock(node.chain_key(position), tuple(keys.token_ids(start, start + block.num_tokens)), namespace.identity[0],
-                               namespace.identity[1], level_of(block.index), block.priority))
+        run.append(StoredBlock(node.chain_key(position), tuple(keys.token_ids(start, start + block.num_tokens)), namespace.lora_id,
+                               namespace.cache_salt, level_of(block.index), block.priority))
         previous = number
     events.stored(group, parent, run)
 
