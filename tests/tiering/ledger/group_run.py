@@ -113,7 +113,7 @@ class GroupRun:
             else:
                 for beam, token in zip(beams, appended, strict=True):
                     beam.append(token)
-        self.settle()
+        self._carry_out_all()
         for sequence, appended in zip(sequences, tokens, strict=True):
             if len(self._beams[sequence.id]) == 1 and len(appended) > 1 and not sequence.must_report:  # drafts are written now
                 self._forward(sequence, sequence.num_tokens - len(appended), sequence.computed)
@@ -178,13 +178,7 @@ class GroupRun:
 
     def settle(self) -> None:
         """Carry out and report all Moves, then check everything."""
-        records = self.ledger.moves.take()
-        while records:
-            for record in records:
-                if isinstance(record, Move):
-                    self.moves.append(record)
-                    self.ledger.finish(record, self._carry_out(record))
-            records = self.ledger.moves.take()
+        self._carry_out_all()
         self.check()
 
     def refused(self, error: type[KVTierError], call: Callable[[], object]) -> KVTierError:
@@ -273,6 +267,15 @@ class GroupRun:
 
     def _at(self, group: int, block: Block) -> list[int]:
         return self._cells[group, level_of(block.index), slot_of(block.index)]
+
+    def _carry_out_all(self) -> None:
+        records = self.ledger.moves.take()
+        while records:
+            for record in records:
+                if isinstance(record, Move):
+                    self.moves.append(record)
+                    self.ledger.finish(record, self._carry_out(record))
+            records = self.ledger.moves.take()
 
     def _carry_out(self, move: Move) -> bool:
         source = (move.group, level_of(move.source), slot_of(move.source))
