@@ -116,9 +116,10 @@ def _append(state: LedgerState, sequence: ActiveSequence, appended: Sequence[int
             continue
         depart(state, row, geometry.num_departed(old + 1))
         allocator = state.allocators[row.group]
+        has_open_tail = _has_open_tail(state, row, old)  # of all beams: asked before the first one grows
         for beam in range(len(row.other_beams) + 1):
             blocks = row.beam(beam)
-            if _has_open_tail(state, row, old):
+            if has_open_tail:
                 make_writable(state, row, beam, len(blocks) - 1)
             while len(blocks) < total:
                 block = allocator.take(priority, duration)
