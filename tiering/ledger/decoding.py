@@ -121,9 +121,10 @@ def _append(state: LedgerState, sequence: ActiveSequence, appended: Sequence[int
             _carry_state_on(state, sequence, row, old, total, priority, duration)
             continue
         allocator = state.allocators[row.group]
+        has_open_tail = _has_open_tail(state, row, old)  # of all beams: asked before the first one grows
         for beam in range(len(row.other_beams) + 1):
             blocks = row.beam(beam)
-            if _has_open_tail(state, row, old):
+            if has_open_tail:
                 make_writable(state, row, beam, len(blocks) - 1)
             while len(blocks) < total:
                 block = allocator.take(priority, duration)
