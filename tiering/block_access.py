@@ -68,7 +68,7 @@ def read(core: TierCore, block_id: int) -> bytes:
         block = ledger.block(block_id)
         ledger.allocators[0].begin_access(block)  # so that nobody takes the slot meanwhile
         index = block.index
-        generation = ledger.allocators[0].generations[level_of(index)][slot_of(index)]
+        generation = ledger.allocators[0].generation(level_of(index), slot_of(index))
         key = ledger.allocators[0].chain_key(block.owner or block)
     try:
         if not core.transfers.wait(GROUP, [index], ACCESS_TIMEOUT):
@@ -76,7 +76,7 @@ def read(core: TierCore, block_id: int) -> bytes:
         pools = core.pools
         level, slot = level_of(index), slot_of(index)
         with core.locked() as ledger:
-            if ledger.allocators[0].generations[level][slot] != generation:
+            if ledger.allocators[0].generation(level, slot) != generation:
                 raise TransferError(f"block {block_id}: the transfer into it failed, its content is lost")
         if level == PRIMARY:
             rows = pools.primary.rows

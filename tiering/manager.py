@@ -329,7 +329,7 @@ class KVCacheManager(TierCore, NotIncludedYet):
         if level not in tuple(Level):
             raise RequestError(f"level={level!r}: use Level.PRIMARY, Level.SECONDARY or Level.NVME")
         with self.locked() as ledger:
-            return ledger.allocators[0].queues.free[level]
+            return ledger.allocators[0].queues.num_free(level)
 
     # -- single blocks and prefixes --------------------------------------------------------------------------------------
 

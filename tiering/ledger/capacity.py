@@ -165,16 +165,11 @@ def _forget_warm(ledger: Ledger, namespace: Namespace, keys: TokenKeys, first: i
 
 
 def start_scheduling(ledger: Ledger) -> None:
-    """Begin a what-if: a copy of all reference counts that :func:`scheduling_remove_sequence` works on."""
-    for block in ledger.allocators[GROUP].blocks:
-        block.scheduling_ref_count = block.ref_count
+    """Begin a what-if, which :func:`scheduling_remove_sequence` goes on with."""
+    ledger.allocators[GROUP].start_scheduling()
 
 
 def scheduling_remove_sequence(ledger: Ledger, sequence: ActiveSequence) -> int:
     """As if the sequence were removed. Returns how many primary blocks that would free."""
-    freed = 0
-    for block in sequence.blocks:
-        block.scheduling_ref_count -= 1
-        if block.scheduling_ref_count == 0:
-            freed += 1
-    return freed
+    allocator = ledger.allocators[GROUP]
+    return sum(1 for block in sequence.blocks if allocator.release_in_scheduling(block))

@@ -42,6 +42,5 @@ def apply_retention(allocator: BlockAllocator, request: Request, position: int, 
 def change_priority(allocator: BlockAllocator, block: Block, priority: int) -> None:
     """Set a block's priority and tell subscribers; the caller re-queues it if it is in a queue."""
     if block.priority != priority:
-        if allocator.events.enabled and block.node is not None:
-            allocator.events.priority_changed(allocator.group, allocator.chain_key(block), block.priority, priority)
+        allocator.publish_priority(block, block.priority, priority)
         block.priority = priority

@@ -364,7 +364,11 @@ class Ledger:
 
         ``source_is_bad``: a failed read condemns the NVMe slot. False where the file was good and the way from there failed.
         """
-        lost = self.allocators[GROUP].finish(move, failed, source_is_bad)
+        allocator = self.allocators[GROUP]
+        if not failed:
+            allocator.finished(move)
+            return
+        lost = allocator.failed(move) if source_is_bad else allocator.failed_source_is_good(move)
         if lost is not None:
             self.counters.lost += 1
             self._lose(lost)
@@ -392,7 +396,7 @@ class Ledger:
             block = sequence.blocks[position]
             if block.ref_count == 1 and block.node is None:
                 continue  # private already
-            if self.allocators[GROUP].queues.free[PRIMARY] == 0:
+            if self.allocators[GROUP].queues.num_free(PRIMARY) == 0:
                 sequence.must_preempt = True
                 return
             private = take_for(self.allocators[GROUP], sequence.request, position)

@@ -25,7 +25,7 @@ def require_room(allocator: BlockAllocator, sequences: dict[int, ActiveSequence]
         return
     total = allocator.num_blocks[PRIMARY]
     preempt = _whom_to_preempt(allocator, sequences, needed - available, wanted)
-    busy = sum(1 for block in allocator.holders[PRIMARY] if block.ref_count == 0 and allocator.is_busy(block))
+    busy = allocator.num_unreferenced_busy[PRIMARY]
     if len(sequences) == 1 and asking.issuperset(preempt) and not busy:
         preempt = []  # once it is admitted again it would only get this far again
     remedy = (f"pre-empt requests {preempt}" if preempt else
@@ -38,7 +38,7 @@ def free_beside(allocator: BlockAllocator, wanted: set[int]) -> int:
     """Free primary blocks beside the ``wanted`` ones."""
     blocks = allocator.blocks
     held = sum(1 for block_id in wanted if blocks[block_id].queue != NOT_QUEUED and level_of(blocks[block_id].index) == PRIMARY)
-    return allocator.queues.free[PRIMARY] - held
+    return allocator.queues.num_free(PRIMARY) - held
 
 
 def _whom_to_preempt(allocator: BlockAllocator, sequences: dict[int, ActiveSequence], missing: int, wanted: set[int]) -> list[int]:
