@@ -119,15 +119,16 @@ class BatchPlanner:
                 plan.give_up_partial()
 
     def _match_partial(self, plan: AdmissionPlan, walk: Walk, usable: int) -> None:
-        for shared, block in self.tree.partial_candidates(walk, plan.keys, usable, self.group):
+        for shared, node, position in self.tree.partial_places(walk, plan.keys, usable):
+            block = node.values[self.group][position]
+            if block is None:
+                continue
             level = level_of(block.index)
             if level == NVME or (level == PRIMARY and self.allocator.is_busy(block)):
                 # A file read for part of a block costs as much as for all of it. And a copy that waits for a read under way would
                 # hold its new slot, and whoever gets that next, behind the file.
                 continue
-            node = block.node
-            assert node is not None
-            must_copy = block.ref_count > 0 or not node.is_leaf(block.position) or block.id in self._fully_matched
+            must_copy = block.ref_count > 0 or not node.is_leaf(position) or block.id in self._fully_matched
             if must_copy and not self.copy_on_partial_reuse:
                 continue
             if not must_copy:

@@ -57,8 +57,8 @@ def match(ledger: Ledger, request: Request) -> PrefixReuse:
 
 def _with_warm(ledger: Ledger, namespace: Namespace, keys: TokenKeys, usable: int, number: int, tokens: list[int]) -> int:
     """Blocks on NVMe since the start that continue the prefix count too."""
-    walk, found = warm_prefix(ledger.tree, ledger.allocators[GROUP], namespace, keys, usable)
-    warm = {block_number for block_number, _block in found}
+    walk, found = warm_prefix(ledger.tree, ledger.allocators, ledger.groups, namespace, keys, usable)
+    warm = {block_number for block_number, _block in found[GROUP]}
     stored = [] if walk is None else [value for node, count in zip(walk.nodes, walk.counts, strict=True)
                                       for value in node.values[GROUP][:count]]
     while number in warm or (number < len(stored) and stored[number] is not None):
@@ -142,9 +142,11 @@ def truncate(ledger: Ledger, request: Request, keep_tokens: int) -> int:
         number += count
     # All full blocks are kept, or there are none beyond: what is left is a stored tail that is part of this prompt.
     if number >= first:
-        for shared, block in ledger.tree.partial_candidates(walk, keys, request.num_tokens, GROUP):
-            if shared == block.num_tokens:
-                ledger.allocators[GROUP].forget(block)
+        tails = [(shared, node.values[GROUP][position]) for shared, node, position
+                 in ledger.tree.partial_places(walk, keys, request.num_tokens)]
+        for shared, tail in tails:
+            if tail is not None and shared == tail.num_tokens:
+                ledger.allocators[GROUP].forget(tail)
                 forgotten += 1
     return forgotten
 

@@ -84,7 +84,7 @@ class Ledger:
         for request in requests:
             plan = AdmissionPlan(request, TokenKeys(request, self.tokens_per_block), Namespace(self.rules.namespace_seed, request))
             if self.rules.enable_block_reuse and not request.skip_read:
-                adopt_warm_blocks(self.tree, self.allocators[GROUP], plan.namespace, plan.keys, plan.keys.num_tokens - 1)
+                adopt_warm_blocks(self.tree, self.allocators, self.groups, plan.namespace, plan.keys, plan.keys.num_tokens - 1)
                 planner.plan(plan)
             else:
                 planner.plans.append(plan)
@@ -273,7 +273,7 @@ class Ledger:
     def _store(self, sequence: ActiveSequence, with_partial: bool) -> None:
         if not self.rules.enable_block_reuse or sequence.request.skip_write or sequence.must_preempt:
             return
-        store_blocks(self.tree, self.allocators[GROUP], self.events, sequence, GROUP, with_partial)
+        store_blocks(self.tree, self.allocators, self.groups, self.events, sequence, with_partial)
 
     # -- leases ----------------------------------------------------------------------------------------------------------
 

@@ -90,25 +90,24 @@ class LevelTable(SlotTable):
         return block.warm_key
 
     def publish_removed(self, block: Block) -> None:
-        if self.events.enabled:
-            self.events.removed(self.group, self.chain_key(block))
+        node = block.node
+        if node is not None:
+            self.events.removed(self.group, node.run, block.position)
 
     def publish_priority(self, block: Block, old: int, new: int) -> None:
-        if self.events.enabled and block.node is not None:
-            self.events.priority_changed(self.group, self.chain_key(block), old, new)
+        node = block.node
+        if node is not None:
+            self.events.priority_changed(self.group, node.run, block.position, old, new)
 
     def _publish_level(self, block: Block, old: int, new: int) -> None:
-        if self.events.enabled and block.node is not None:
-            self.events.level_changed(self.group, self.chain_key(block), old, new)
+        node = block.node
+        if node is not None:
+            self.events.level_changed(self.group, node.run, block.position, old, new)
 
     def _drop_span(self, node: Node, first: int, end: int) -> None:
         """Blocks ``[first, end)`` of one run, all there, without lower copies and in no queue, lose their content, the last one first."""
-        values = node.values[self.group]
-        for position in range(end - 1, first - 1, -1):
-            block = values[position]
-            assert block is not None
-            self.publish_removed(block)
-            self.tree.detach(block, self.group)
+        self.events.removed_span(self.group, node.run, first, end)
+        self.tree.detach_span(node, self.group, first, end)
 
     # -- down ------------------------------------------------------------------------------------------------------------
 

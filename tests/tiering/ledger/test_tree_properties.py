@@ -16,7 +16,7 @@ from kvtier.pools.pool_index import PRIMARY, pool_index
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.key import Namespace, TokenKeys, next_chain_key
 from kvtier.tiering.ledger.request import MultimodalItem, Request
-from kvtier.tiering.ledger.tree import MAX_GROWING_RUN, Node, ReuseTree, Walk
+from kvtier.tiering.ledger.tree import FEW_CHILDREN, MAX_GROWING_RUN, Node, ReuseTree, Walk
 from kvtier.types import BlockId
 
 IMAGES = (b"\x01" * 32, b"\x02" * 32)
@@ -47,7 +47,8 @@ class Tree:
         namespace, keys = self.keys(tokens, **keywords)
         walk = self.tree.walk(self.tree.root(namespace), keys, len(tokens))
         found = []
-        for node, position in [*places_of(walk), *self.tree.extend(walk, keys, len(tokens))]:
+        self.tree.extend(walk, keys, len(tokens))
+        for node, position in places_of(walk):
             if node.values[group][position] is None:
                 self.tree.attach(node, position, group, self.handle(), self.tokens_per_block)
             block = node.values[group][position]
@@ -60,7 +61,7 @@ class Tree:
         namespace, keys = self.keys(tokens, **keywords)
         walk = self.tree.walk(self.tree.root(namespace), keys, len(tokens))
         place = self.tree.extend_partial(walk, keys, len(tokens))
-        if place is None:
+        if place is None or place[0].values[group][place[1]] is not None:
             return None
         block = self.handle()
         self.tree.attach(place[0], place[1], group, block, len(tokens) % self.tokens_per_block)
@@ -69,7 +70,13 @@ class Tree:
     def partial(self, tokens: list[int], group: int = 0, **keywords: Any) -> list[tuple[int, Block]]:
         namespace, keys = self.keys(tokens, **keywords)
         walk = self.tree.walk(self.tree.root(namespace), keys, len(tokens))
-        return self.tree.partial_candidates(walk, keys, len(tokens), group)
+        return candidates_of(self.tree, walk, keys, len(tokens), group)
+
+
+def candidates_of(tree: ReuseTree, walk: Walk, keys: TokenKeys, num_tokens: int, group: int = 0) -> list[tuple[int, Block]]:
+    """What a partial match of one group chooses from."""
+    found = [(shared, node.values[group][position]) for shared, node, position in tree.partial_places(walk, keys, num_tokens)]
+    return [(shared, block) for shared, block in found if block is not None]
 
 
 def places_of(walk: Walk) -> list[tuple[Node, int]]:
@@ -172,7 +179,7 @@ def test_a_handle_attached_elsewhere_leaves_its_old_place_and_prunes_it(tree: Tr
     (block,) = tree.store([1, 2])
     namespace, keys = tree.keys([3, 4])
     walk = tree.tree.walk(tree.tree.root(namespace), keys, 2)
-    ((node, position),) = tree.tree.extend(walk, keys, 2)
+    ((node, position, _count),) = tree.tree.extend(walk, keys, 2)
     tree.tree.attach(node, position, 0, block, 2)
     assert tree.tree.num_nodes() == 1
     assert handles_of(tree.walk([1, 2])) == []
@@ -185,7 +192,7 @@ def test_a_partial_tail_that_became_full_moves_to_the_full_block_s_place() -> No
     assert tail is not None
     namespace, keys = tree.keys([1, 2, 3, 4])
     walk = tree.tree.walk(tree.tree.root(namespace), keys, 4)
-    ((node, position),) = tree.tree.extend(walk, keys, 4)
+    ((node, position, _count),) = tree.tree.extend(walk, keys, 4)
     tree.tree.attach(node, position, 0, tail, 4)
     assert tree.tree.num_nodes() == 1
     assert tail.num_tokens == 4
@@ -272,8 +279,8 @@ def test_the_tokens_that_count_end_where_the_caller_says(tree: Tree) -> None:
     stored = tree.store([1, 2, 3, 4])
     walk = tree.tree.walk(tree.tree.root(namespace), keys, 3)
     assert handles_of(walk) == stored[:1]
-    assert tree.tree.partial_candidates(walk, keys, 3, 0) == [(1, stored[1])]
-    assert tree.tree.partial_candidates(tree.tree.walk(tree.tree.root(namespace), keys, 2), keys, 2, 0) == []
+    assert candidates_of(tree.tree, walk, keys, 3) == [(1, stored[1])]
+    assert candidates_of(tree.tree, tree.tree.walk(tree.tree.root(namespace), keys, 2), keys, 2) == []
 
 
 def test_a_hole_is_no_partial_candidate(tree: Tree) -> None:
@@ -483,8 +490,11 @@ class TreeMachine(RuleBasedStateMachine):
         root = self.roots.setdefault(prompt.namespace.identity, NaiveNode(None, ()))
         root.chain_key = prompt.namespace.chain_seed
         walk = self.tree.walk(self.tree.root(prompt.namespace), keys, prompt.num_tokens)
-        places = places_of(walk) + self.tree.extend(walk, keys, prompt.num_tokens)
-        assert len(places) == len(blocks)
+        before = walk.num_blocks
+        spans = self.tree.extend(walk, keys, prompt.num_tokens)
+        places = places_of(walk)
+        assert len(places) == walk.num_blocks == len(blocks)
+        assert places[before:] == [(node, position) for node, first, count in spans for position in range(first, first + count)]
         node, nodes = root, []
         for number, content in enumerate(blocks):
             node = self.child(node, content, keys.block_key(number, self.width))
@@ -499,9 +509,11 @@ class TreeMachine(RuleBasedStateMachine):
             content = prompt.content(len(blocks), tail, self.width)
             walk = self.tree.walk(self.tree.root(prompt.namespace), keys, prompt.num_tokens)
             found = self.tree.extend_partial(walk, keys, prompt.num_tokens)
-            assert (found is None) == (content in node.children)
-            if found is not None:
-                self.put(self.fresh(), found, self.child(node, content, keys.block_key(len(blocks), tail)), group, tail)
+            assert found is not None
+            node = self.child(node, content, keys.block_key(len(blocks), tail))
+            assert found[0].values[group][found[1]] is node.handles[group]
+            if node.handles[group] is None:
+                self.put(self.fresh(), found, node, group, tail)
 
     def child(self, node: NaiveNode, content: BlockContent, key: bytes) -> NaiveNode:
         child = node.children.get(content)
@@ -568,7 +580,7 @@ class TreeMachine(RuleBasedStateMachine):
                 shared += 1
             if shared and block is not None and item is None and prompt.overlap(start, start + self.width) is None:
                 expected.append((shared, block.id))
-        found = self.tree.partial_candidates(walk, keys, prompt.num_tokens, group)
+        found = candidates_of(self.tree, walk, keys, prompt.num_tokens, group)
         assert sorted((shared, block.id) for shared, block in found) == sorted(expected)
         lengths = [shared for shared, _block in found]
         assert lengths == sorted(lengths, reverse=True)
@@ -584,10 +596,21 @@ class TreeMachine(RuleBasedStateMachine):
             assert block.num_tokens == len(node.content[0])
             assert block.node.is_leaf(block.position) == (not node.children)
         for run in self.runs():
-            assert all(node.parent is run and node in run.children.values() for same in run.by_first_token.values() for node in same)
+            ordered = [] if run.order is None else [key for bucket in run.order.buckets for key in bucket]
+            if run.order is not None or len(run.children) > FEW_CHILDREN:
+                assert ordered == sorted(key for key, node in run.children.items() if node.takes_partial())
+            self.check_run(run)
             for values, present in zip(run.values, run.present, strict=True):
                 assert len(values) == run.length
                 assert present == sum(value is not None for value in values)
+
+    def check_run(self, node: Node) -> None:
+        """The keys of the run are those of the node, and it stands behind its parent node's run."""
+        assert node.run.label is node.label
+        assert node.run.num_blocks >= node.length
+        assert not node.children or node.run.num_blocks == node.length
+        assert node.parent is not None
+        assert node.run.parent is (None if node.parent.parent is None else node.parent.run)
 
     def runs(self) -> list[Node]:
         found = list(self.tree.roots.values())
