@@ -132,7 +132,7 @@ def collect_levels(ledger: Ledger) -> tuple[LevelStats, ...]:
     for level in range(NUM_LEVELS):
         total = allocator.num_blocks[level]
         used = len(held) if level == PRIMARY else 0  # what somebody holds is primary
-        free = allocator.queues.free[level]
+        free = allocator.queues.num_free(level)
         found.append(LevelStats(total, free, used, total - free - used, allocator.queues.evictable[level],
                                 allocator.queues.backing_count(level)))
     assert found[NVME].busy_blocks >= len(allocator.quarantined)

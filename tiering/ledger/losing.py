@@ -103,7 +103,7 @@ def _make_private(state: LedgerState, sequence: ActiveSequence, row: SequenceRow
                 continue  # private already, never reused, or nothing is needed here
             replacement = allocator.placeholder
             if not is_state_of_others:
-                if allocator.queues.free[PRIMARY] == 0:
+                if allocator.queues.num_free(PRIMARY) == 0:
                     return False
                 replacement = take_for(allocator, sequence.request, position)
                 replacement.ref_count = 0
