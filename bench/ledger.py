@@ -76,7 +76,7 @@ def _open_report(plan: LedgerPlan, quick: bool, with_vllm: bool) -> Report:
     report = Report("kvtier bench ledger", {
         "command": "ledger", "quick": quick, "compiled": is_compiled(), "ledger_module": Path(str(ledger_module.__file__)).name,
         "tokens_per_block": TOKENS_PER_BLOCK, "levels": ["primary", "secondary", "nvme"], "max_events": MAX_EVENTS,
-        "garbage_collection": "off inside a round", "peers": peers} | asdict(plan))
+        "clock": "CPU time of the thread", "garbage_collection": "off inside a round", "peers": peers} | asdict(plan))
     if not is_compiled():
         report.note("The ledger's modules are plain Python here; `make bench-ledger` measures them compiled.")
     if not with_vllm:

@@ -22,6 +22,7 @@ class LedgerPlan:
         users, history, added, turns: W5.
         host_blocks: blocks of W6 in one turn, in 16 prompts.
         growth: pools of the growth rows; memory is measured at ``memory_blocks``.
+        siblings: cached prompts of ``sibling_tokens`` tokens that begin with the same token.
     """
 
     rounds: int
@@ -41,6 +42,8 @@ class LedgerPlan:
     host_blocks: int = 4_096
     growth: tuple[int, ...] = (1_024, 10_240, 102_400, 1_024_000)
     memory_blocks: int = 1_024_000
+    siblings: tuple[int, ...] = (64, 4_096)
+    sibling_tokens: int = 65
 
     @classmethod
     def usual(cls, quick: bool) -> LedgerPlan:

@@ -92,13 +92,18 @@ def count_stored(events: Sequence[Event]) -> int:
 
 
 class Prompts:
-    """Random prompts; the same seed gives the same prompts to every contestant. Two of them never share a block."""
+    """Random prompts; the same seed gives the same prompts to every contestant. No two of them begin with the same token, so that
+    none is reused by chance, not even in part."""
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
+        self._next_first = VOCABULARY
 
     def new(self, num_tokens: int) -> Tokens:
-        return self._random.integers(0, VOCABULARY, num_tokens, dtype=np.int32)
+        tokens = self._random.integers(0, VOCABULARY, num_tokens, dtype=np.int32)
+        tokens[0] = self._next_first
+        self._next_first += 1
+        return tokens
 
 
 class Side:
@@ -129,13 +134,17 @@ class Side:
             self.failure = f"{what}: {found}, expected {expected}"
 
     def alternative(self, name: str) -> Alternative:
-        """For :func:`kvtier.bench.measure.interleave`; its times are seconds per operation."""
+        """For :func:`kvtier.bench.measure.interleave`; its times are seconds per operation.
+
+        Seconds are CPU time of this thread. Nothing here waits or starts threads, so on a quiet machine that is the time that
+        passes. On a busy one, time that passes would favour whoever is done before the scheduler takes the CPU away.
+        """
         return Alternative(name, self._timed, self.prepare, self.check)
 
     def _timed(self) -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         self.run()
-        return (time.perf_counter() - start) / self.operations
+        return (time.thread_time() - start) / self.operations
 
 
 @dataclass(frozen=True)

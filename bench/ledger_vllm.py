@@ -135,6 +135,40 @@ class VllmInsert(Side):
                      self._inserts * (self._num_tokens // TOKENS_PER_BLOCK) if self._events else 0)
 
 
+class VllmSiblings(Side):
+    """growth/siblings: short prompts where many cached ones begin with the same token, which means nothing to a hash map."""
+
+    def __init__(self, siblings: int, num_tokens: int, operations: int) -> None:
+        super().__init__(operations)
+        self._prompts = Prompts(8)
+        self._num_tokens = num_tokens
+        self._pool = (siblings + 2) * blocks_of(num_tokens)
+        self._manager = new_manager(self._pool, num_tokens + 1)
+        for number in range(siblings):
+            store(self._manager, new_request(number, self._new()))
+        self._tokens: list[list[int]] = []
+        self._reused = 0
+
+    def prepare(self) -> None:
+        self._tokens = [self._new() for _ in range(self.operations)]
+
+    def run(self) -> None:
+        manager = self._manager
+        for number, tokens in enumerate(self._tokens):
+            request = new_request(number, tokens)
+            self._reused += admit(manager, request)
+            manager.free(request)
+
+    def check(self) -> None:
+        self.require("tokens reused", self._reused, 0)
+        self.require("free blocks", self._manager.block_pool.get_num_free_blocks(), self._pool)
+
+    def _new(self) -> list[int]:
+        tokens: list[int] = self._prompts.new(self._num_tokens).tolist()
+        tokens[0] = 1
+        return tokens
+
+
 class VllmDecode(Side):
     """W4: slots for the newest token of each sequence, then the sampled token is appended."""
 

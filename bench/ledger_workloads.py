@@ -19,6 +19,7 @@ from kvtier.bench.ledger_rig import (
     count_stored,
     free_primary,
     new_ledger,
+    num_cached,
     num_dropped,
     store,
 )
@@ -197,6 +198,47 @@ class Evict(Insert):
     @property
     def _pool(self) -> int:
         return self._pool_blocks
+
+
+class Siblings(Side):
+    """Admitting short prompts where many cached ones begin with the same token, as all of a model's prompts do that begins
+    every prompt with a token of its own (growth/siblings). Their blocks are candidates for partial reuse."""
+
+    def __init__(self, siblings: int, num_tokens: int, operations: int) -> None:
+        super().__init__(operations)
+        self._prompts = Prompts(8)
+        self._num_tokens = num_tokens
+        self._pool = (siblings + 2) * blocks_of(num_tokens)
+        self.ledger = new_ledger(self._pool, self._pool, self._pool)
+        for number in range(siblings):
+            store(self.ledger, Request(number, self._new()))
+        self._before = num_cached(self.ledger)
+        self._tokens: list[Tokens] = []
+        self._blocks = 0
+
+    def prepare(self) -> None:
+        self._tokens = [self._new() for _ in range(self.operations)]
+        self._blocks = 0
+        self.ledger.moves.take()
+        self.ledger.events.flush()
+
+    def run(self) -> None:
+        ledger = self.ledger
+        for number, tokens in enumerate(self._tokens):
+            admitted = ledger.add_sequences([Request(number, tokens)])
+            self._blocks += len(admitted[0].blocks)
+            ledger.remove_sequence(number, False)
+            ledger.moves.take()
+
+    def check(self) -> None:
+        self.require("blocks admitted", self._blocks, self.operations * blocks_of(self._num_tokens))
+        self.require("blocks cached", num_cached(self.ledger), self._before)
+        self.require("free blocks", free_primary(self.ledger), self._pool)
+
+    def _new(self) -> Tokens:
+        tokens = self._prompts.new(self._num_tokens)
+        tokens[0] = 1
+        return tokens
 
 
 class Decode(Side):

@@ -23,11 +23,11 @@ from kvtier.tiering.ledger.ledger import Ledger
 
 TINY = LedgerPlan(rounds=3, seconds=30.0, match_tokens=1024, branch_every=4, insert_tokens=256, inserts=2, evict_pools=(32, 64),
                   decode_sequences=4, decode_tokens=40, decode_steps=40, users=3, history=200, added=40, turns=2, host_blocks=64,
-                  growth=(32, 64), memory_blocks=512)
+                  growth=(32, 64), memory_blocks=512, siblings=(2, 8))
 ROWS = ["ledger/W1", "ledger/W1/ready", "ledger/W1/list", "ledger/W1S", "ledger/W1S/ready", "ledger/W2", "ledger/W2/list",
         "ledger/W2/events-off", "ledger/W3", "ledger/W3/events-off", "ledger/W3/offload", "ledger/W3/64", "ledger/W3/64/events-off",
         "ledger/W3/64/offload", "ledger/W4", "ledger/W5", "ledger/W6", "ledger/growth/32", "ledger/growth/64", "ledger/growth/ratio",
-        "ledger/growth/bytes-per-block"]
+        "ledger/growth/siblings/2", "ledger/growth/siblings/8", "ledger/growth/siblings/ratio", "ledger/growth/bytes-per-block"]
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def test_the_rows_are_named_as_the_design_says_and_have_its_keys(tmp_path: Path)
     for row in written["results"]:
         assert set(row) == {"name", "unit", "median", "low", "high", "limit", "ratio", "peers"}
         assert 0.0 < row["low"] <= row["median"] <= row["high"]
-        assert row["unit"] == {"ledger/growth/ratio": "x", "ledger/growth/bytes-per-block": "B"}.get(row["name"], "us")
+        assert row["unit"] == {"ratio": "x", "bytes-per-block": "B"}.get(row["name"].rpartition("/")[2], "us")
         assert row["peers"] == {}
         assert (row["limit"] is not None) == row["name"].startswith("ledger/W1")
 
@@ -83,7 +83,7 @@ def test_a_match_that_finds_too_little_makes_the_rows_invalid_and_the_exit_code_
     assert code == 1
     assert invalid(written)["ledger/W1"] == "blocks matched: 30, expected 31"
     assert {"ledger/W1S", "ledger/W2", "ledger/W3", "ledger/W3/offload", "ledger/W5", "ledger/growth/32"} <= invalid(written).keys()
-    assert {row["name"] for row in written["results"]} == {"ledger/W4", "ledger/W6", "ledger/growth/bytes-per-block"}
+    assert {row["name"] for row in written["results"]} == {"ledger/W4", "ledger/W6", *ROWS[-4:]}
 
 
 def test_events_that_leave_blocks_out_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
