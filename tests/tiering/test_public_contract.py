@@ -82,6 +82,7 @@ METHODS: dict[str, dict[str, object]] = {
     "flush": {"timeout": 60.0},
     "flush_events": {},
     "poll_events": {"timeout": 0.0},
+    "events": {},
     "stats": {},
     "iteration_stats": {},
     "block_hashes": {"request_id": REQUIRED},
