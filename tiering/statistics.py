@@ -219,12 +219,8 @@ def since(now: TierCounters, before: TierCounters) -> TierCounters:
 
 
 def used_blocks(allocator: BlockAllocator) -> int:
-    """Primary blocks that sequences and leases of a group hold. O(1) unless files are being read into the primary level."""
-    unreferenced_busy = 0
-    if allocator.num_busy[PRIMARY]:  # most of these slots belong to sequences that wait for the read
-        holders = allocator.holders[PRIMARY]
-        unreferenced_busy = sum(1 for slot, count in enumerate(allocator.busy[PRIMARY]) if count and holders[slot].ref_count == 0)
-    return allocator.num_blocks[PRIMARY] - allocator.queues.free[PRIMARY] - unreferenced_busy
+    """Primary blocks that sequences or leases hold."""
+    return allocator.num_blocks[PRIMARY] - allocator.queues.num_free(PRIMARY) - allocator.num_unreferenced_busy[PRIMARY]
 
 
 def collect_levels(allocator: BlockAllocator) -> tuple[LevelStats, ...]:
@@ -234,7 +230,7 @@ def collect_levels(allocator: BlockAllocator) -> tuple[LevelStats, ...]:
     for level in range(NUM_LEVELS):
         total = allocator.num_blocks[level]
         used = used_blocks(allocator) if level == PRIMARY else 0  # what somebody holds is primary
-        free = queues.free[level]
+        free = queues.num_free(level)
         found.append(LevelStats(total, free, used, total - free - used, queues.evictable[level], queues.backing_count(level)))
     assert found[NVME].busy_blocks >= len(allocator.quarantined)
     return tuple(found)

@@ -43,7 +43,7 @@ class UsagePeaks:
 
     def note(self) -> None:
         """At the end of a call. A few additions, unless more seems to be in use than ever before."""
-        at_most = [allocator.num_blocks[0] - allocator.queues.free[0] for allocator in self._allocators]  # also counts busy slots
+        at_most = [allocator.num_blocks[0] - allocator.queues.num_free(0) for allocator in self._allocators]  # also counts busy slots
         if sum(at_most) <= self.total and all(map(int.__le__, at_most, self.groups)):
             return
         used = [used_blocks(allocator) for allocator in self._allocators]
