@@ -357,14 +357,16 @@ class GroupsDriver:
         block = row.beam(beam)[number]
         assert block.id >= 0, f"request {sequence.id}, group {row.group}: no block for token {position}"
         cell = life.beams[beam][position]
-        self._check_writable(sequence, row, block, lambda other: life.beams[other][position] == cell)
+        self._check_writable(sequence, row, block, lambda other: life.beams[other][position] == cell, offset)
         self._cells(row.group, block)[offset] = cell
 
-    def _check_writable(self, sequence: ActiveSequence, row: SequenceRow, block: Block, is_same: Callable[[int], bool]) -> None:
-        """Nobody else holds the block but beams that would write the same, and it is not stored."""
+    def _check_writable(self, sequence: ActiveSequence, row: SequenceRow, block: Block, is_same: Callable[[int], bool],
+                        offset: int = 0) -> None:
+        """Nobody else holds the block but beams that would write the same, and what is written there is not stored. The newest token
+        of a sequence goes behind the partial tail that was stored of it."""
         name = f"request {sequence.id}, group {row.group}, block {block.id}"
         assert level_of(block.index) == PRIMARY
-        assert block.node is None, f"{name}: written while it is stored"
+        assert block.node is None or offset >= block.num_tokens, f"{name}: written while it is stored"
         for other in self.ledger.sequences.values():
             if other is not sequence:
                 assert block not in blocks_of(other.rows[row.group]), f"{name}: written while request {other.id} holds it"
