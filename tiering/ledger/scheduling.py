@@ -20,11 +20,16 @@ class WhatIf:
 
     def __init__(self, num_groups: int) -> None:
         self._taken: list[dict[int, int]] = [{} for _ in range(num_groups)]
+        self._removed: set[int] = set()
         self.freed: list[int] = [0] * num_groups
 
     def remove(self, sequence: ActiveSequence, group: int = 0) -> int:
-        """As if the sequence were removed, from all groups. Returns how many primary blocks of ``group`` that would free."""
+        """As if the sequence were removed, from all groups. Returns how many primary blocks of ``group`` that would free: none the
+        second time."""
         before = self.freed[group]
+        if sequence.order in self._removed:
+            return 0
+        self._removed.add(sequence.order)
         for row in sequence.rows:
             taken = self._taken[row.group]
             for beam in range(len(row.other_beams) + 1):
