@@ -7,7 +7,7 @@ time in, and fetches the numbered records with ``moves.take()`` before letting g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from kvtier.errors import CapacityError, RequestError, UnknownBlock
 from kvtier.policies.eviction import NOT_QUEUED
@@ -93,7 +93,8 @@ class Ledger(LedgerState):
             planner.plan(request, keys, namespace)
             if self.inbound is not None and may_reuse(self, request):
                 plan = planner.plans[-1]
-                planner.ask_elsewhere(plan, self.inbound.num_new_matched_tokens(request, plan.num_matched * self.tokens_per_block))
+                # Somebody else's answer may be of any type, whatever the protocol says.
+                planner.ask_elsewhere(plan, cast(Any, self.inbound).num_new_matched_tokens(request, plan.num_matched * self.tokens_per_block))
         self._require_room_for(planner, batch_ids)
         sequences = carry_out(self, planner.plans, self._next_order)
         self._next_order += len(sequences)
