@@ -93,8 +93,8 @@ class Ledger(LedgerState):
             planner.plan(request, keys, namespace)
             if self.inbound is not None and may_reuse(self, request):
                 plan = planner.plans[-1]
-                # Somebody else's answer may be of any type, whatever the protocol says.
-                planner.ask_elsewhere(plan, cast(Any, self.inbound).num_new_matched_tokens(request, plan.num_matched * self.tokens_per_block))
+                inbound = cast(Any, self.inbound)  # an answer may be of any type, whatever the protocol says
+                planner.ask_elsewhere(plan, inbound.num_new_matched_tokens(request, plan.num_matched * self.tokens_per_block))
         self._require_room_for(planner, batch_ids)
         sequences = carry_out(self, planner.plans, self._next_order)
         self._next_order += len(sequences)

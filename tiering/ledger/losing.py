@@ -51,10 +51,14 @@ def _fall_back(state: LedgerState, sequence: ActiveSequence, lost: int, is_runni
     sequence.valid = min(sequence.valid, sequence.computed)
     sequence.must_report = True
     end = max(sequence.num_prefix_blocks, lost + 1)
+    exchanges: list[list[Exchange]] = []
     for row in sequence.rows:
-        if state.geometries[row.group].kind != CROSS and not _make_private(state, sequence, row, left, end):
+        exchanges.append(_exchanges(state, sequence, row, left, end))
+        if not _is_room(state, row, exchanges[-1]):
             sequence.must_preempt = True
             return
+    for row in sequence.rows:
+        _make_private(state, sequence, row, left, exchanges[row.group])
     if left > 0:
         for row in sequence.rows:
             if state.geometries[row.group].kind == RECURRENT:
@@ -87,32 +91,76 @@ def _start_from_kept(state: LedgerState, row: SequenceRow, position: int) -> Non
             state.allocators[row.group].copy(blocks[position], blocks[-1], 0)
 
 
-def _make_private(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, first: int, end: int) -> bool:
-    """Private blocks for positions from ``first`` on that hold reused or lost content, or nothing any more. False: too few blocks."""
-    allocator = state.allocators[row.group]
+class Exchange:
+    """A handle to be exchanged at one position by the beams ``holders``: for a private block, or for a placeholder where the group
+    needs none there."""
+
+    def __init__(self, position: int, block: Block, holders: list[int], needs_block: bool) -> None:
+        self.position = position
+        self.block = block
+        self.holders = holders
+        self.needs_block = needs_block
+
+
+def _exchanges(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, first: int, end: int) -> list[Exchange]:
+    """Positions from ``first`` on that hold reused or lost content, or nothing any more. Beams that share a handle go on sharing."""
+    found: list[Exchange] = []
     geometry = state.geometries[row.group]
-    for ids in row.departed_ids:
-        del ids[max(first - geometry.num_sink_blocks, 0):]
+    if geometry.kind == CROSS:
+        return found
+    num_beams = len(row.other_beams) + 1
     for position in range(first, len(row.blocks)):
-        is_state_of_others = geometry.kind == RECURRENT and position < len(row.blocks) - 1 and not (
-            state.reuse and geometry.keeps_state(position, sequence.request.num_tokens))
-        for beam in range(len(row.other_beams) + 1):
+        is_prompt = (position + 1) * state.tokens_per_block <= sequence.request.num_tokens
+        needs_block = geometry.kind != RECURRENT or position == len(row.blocks) - 1 or (
+            state.reuse and geometry.keeps_state(position, sequence.request.num_tokens) and (is_prompt or num_beams == 1))
+        by_handle: list[Exchange] = []
+        for beam in range(num_beams):
             block = row.beam(beam)[position]
-            is_missing = block.id < 0 and not is_state_of_others
-            if not is_missing and (position >= end or block.id < 0 or (block.ref_count == 1 and block.node is None)):
-                continue  # private already, never reused, or nothing is needed here
-            replacement = allocator.placeholder
-            if not is_state_of_others:
-                if allocator.queues.free[PRIMARY] == 0:
-                    return False
-                replacement = take_for(allocator, sequence.request, position)
-                replacement.ref_count = 0
-            for other in range(beam, len(row.other_beams) + 1):  # beams that shared the old block share the new one
-                blocks = row.beam(other)
-                if blocks[position] is block:
-                    blocks[position] = replacement
-                    if replacement.id >= 0:
-                        replacement.ref_count += 1
-                    if block.id >= 0:
-                        allocator.release(block)
+            known = None
+            for exchange in by_handle:
+                if exchange.block is block and (block.id >= 0 or is_prompt):  # beams differ in what they generated
+                    known = exchange
+            if known is None:
+                by_handle.append(Exchange(position, block, [beam], needs_block))
+            else:
+                known.holders.append(beam)
+        for exchange in by_handle:
+            block = exchange.block
+            if block.id < 0:
+                if needs_block:
+                    found.append(exchange)
+            elif position < end and (block.node is not None or block.ref_count > len(exchange.holders)):
+                found.append(exchange)
+    return found
+
+
+def _is_room(state: LedgerState, row: SequenceRow, exchanges: list[Exchange]) -> bool:
+    """Whether every exchange finds a free block, those given back by the ones before included."""
+    allocator = state.allocators[row.group]
+    free = allocator.queues.free[PRIMARY]
+    for exchange in exchanges:
+        block = exchange.block
+        if exchange.needs_block:
+            if free == 0:
+                return False
+            free -= 1
+        if block.id >= 0 and block.ref_count == len(exchange.holders) and not allocator.is_busy(block):
+            free += 1
     return True
+
+
+def _make_private(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, first: int, exchanges: list[Exchange]) -> None:
+    """Carry the exchanges out, and forget that what has a block again had left the window."""
+    allocator = state.allocators[row.group]
+    for ids in row.departed_ids:
+        del ids[max(first - state.geometries[row.group].num_sink_blocks, 0):]
+    for exchange in exchanges:
+        block = exchange.block
+        replacement = allocator.placeholder
+        if exchange.needs_block:
+            replacement = take_for(allocator, sequence.request, exchange.position)
+            replacement.ref_count = len(exchange.holders)
+        for beam in exchange.holders:
+            row.beam(beam)[exchange.position] = replacement
+            if block.id >= 0:
+                allocator.release(block)
