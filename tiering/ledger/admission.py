@@ -152,7 +152,11 @@ class BatchPlanner:
     def _match_partial(self, plan: AdmissionPlan, walk: Walk, usable: int) -> None:
         state = self.state
         leading = state.leading_group
-        for shared, node, position in state.tree.partial_places(walk, plan.keys, usable):
+        places = state.tree.partial_places(walk, plan.keys, usable)
+        place = places.next_place()
+        while place is not None:
+            shared, node, position = place
+            place = places.next_place()
             blocks = self._values(node, position)
             if not blocks or not self._may_copy(blocks):
                 continue

@@ -179,7 +179,7 @@ class BlockAllocator(SlotTable):
             block = cast(Block, record)
             self._may_write_ahead = True  # it may have been too low for NVMe before
             if self.events.enabled and block.node is not None:
-                self.events.priority_changed(self.group, self.chain_key(block), priority, block.priority)
+                self.events.priority_changed(self.group, block.node.run, block.position, priority, block.priority)
 
     # -- NVMe ------------------------------------------------------------------------------------------------------------
 
@@ -345,8 +345,9 @@ class BlockAllocator(SlotTable):
         return block.warm_key
 
     def publish_removed(self, block: Block) -> None:
-        if self.events.enabled:
-            self.events.removed(self.group, self.chain_key(block))
+        node = block.node
+        if node is not None:
+            self.events.removed(self.group, node.run, block.position)
 
     # -- inside ----------------------------------------------------------------------------------------------------------
 
@@ -452,7 +453,7 @@ class BlockAllocator(SlotTable):
 
     def _level_changed(self, block: Block, old: int, new: int) -> None:
         if self.events.enabled and block.node is not None:
-            self.events.level_changed(self.group, self.chain_key(block), old, new)
+            self.events.level_changed(self.group, block.node.run, block.position, old, new)
 
     def _unlink_backing(self, spare: Block) -> None:
         owner = spare.owner

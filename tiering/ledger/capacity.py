@@ -113,10 +113,9 @@ def _count_single(walk: Walk, tokens_per_block: int, tokens: list[int]) -> tuple
 
 def _add_warm(state: LedgerState, namespace: Namespace, keys: TokenKeys, usable: int, values: list[list[Block | None]]) -> None:
     """Blocks on NVMe since the start count as if they were in the tree already."""
-    for group in state.prefix_groups:
-        _walk, found = warm_prefix(state.tree, state.allocators[group], namespace, keys, usable)
-        row = values[group]
-        for number, block in found:
+    _walk, found = warm_prefix(state.tree, state.allocators, state.groups, namespace, keys, usable)
+    for row, numbered in zip(values, found, strict=True):
+        for number, block in numbered:
             while len(row) <= number:
                 row.append(None)
             row[number] = block

@@ -121,7 +121,7 @@ def _append(state: LedgerState, sequence: ActiveSequence, appended: Sequence[int
             _carry_state_on(state, sequence, row, old, total, priority, duration)
             continue
         allocator = state.allocators[row.group]
-        has_open_tail = _has_open_tail(state, row, old)  # of every beam, before the first of them takes a block
+        has_open_tail = _has_open_tail(state, row, old)  # of all beams: asked before the first one grows
         for beam in range(len(row.other_beams) + 1):
             blocks = row.beam(beam)
             if has_open_tail:

@@ -48,5 +48,5 @@ def change_priority(allocator: BlockAllocator, block: Block, priority: int) -> N
     """Set a block's priority and tell subscribers; the caller re-queues it if it is in a queue."""
     if block.priority != priority:
         if allocator.events.enabled and block.node is not None:
-            allocator.events.priority_changed(allocator.group, allocator.chain_key(block), block.priority, priority)
+            allocator.events.priority_changed(allocator.group, block.node.run, block.position, block.priority, priority)
         block.priority = priority

@@ -160,11 +160,16 @@ class Ledger(LedgerState):
         """Full, computed blocks enter the reuse tree."""
         self._store(self.sequence(request_id), False)
 
-    def remove_sequence(self, request_id: int, store: bool) -> None:
-        """End a sequence. ``store`` keeps what was computed, the partial tail included, for reuse."""
+    def remove_sequence(self, request_id: int, store: bool) -> int | None:
+        """End a sequence. ``store`` keeps what was computed, the partial tail included, for reuse.
+
+        Returns the id, in the leading group, of the last of its blocks that a later prompt would find; None when nothing is stored.
+        """
         sequence = self.sequence(request_id)
+        last: int | None = None
         if store:
             self._store(sequence, True)
+            last = last_stored_id(sequence.rows[self.leading_group].blocks)
         del self.sequences[request_id]
         for row in sequence.rows:
             allocator = self.allocators[row.group]
@@ -172,6 +177,7 @@ class Ledger(LedgerState):
                 for block in reversed(row.beam(beam)):  # so that the tail is given up before the head
                     if block.id >= 0:
                         allocator.release(block)
+        return last
 
     def _store(self, sequence: ActiveSequence, with_partial: bool) -> None:
         if may_store(self, sequence.request) and not sequence.must_preempt:
@@ -335,6 +341,14 @@ class Ledger(LedgerState):
             for block in allocator.blocks:
                 if block.has_content:
                     allocator.forget(block)
+
+
+def last_stored_id(blocks: list[Block]) -> int | None:
+    """Id of the last block that stands in the tree."""
+    for block in reversed(blocks):
+        if block.node is not None:
+            return block.id
+    return None
 
 
 def _warm_order(row: WarmRow) -> int:

@@ -31,7 +31,7 @@ def truncate(state: LedgerState, request: Request, keep_tokens: int) -> int:
         number += count
     # All full blocks are kept, or there are none beyond: what is left is a stored tail that is part of this prompt.
     if number >= first:
-        for shared, node, position in state.tree.partial_places(walk, keys, request.num_tokens):
+        for shared, node, position in state.tree.partial_places(walk, keys, request.num_tokens).all_places():
             for group, allocator in enumerate(state.allocators):
                 block = node.values[group][position] if position < node.length else None
                 if block is not None and shared == block.num_tokens:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from group_run import GroupRun, full, window
+from group_run import GroupRun, window
 
 from kvtier.errors import CapacityError
 from kvtier.pools.pool_index import PRIMARY
@@ -171,7 +171,8 @@ def test_j3_a_generating_sequence(prompt: int, generated: int, draft: int, two_s
 @pytest.mark.parametrize("in_parallel", [True, False])
 @pytest.mark.parametrize(("tokens_per_block", "size", "prompt", "output"), [
     (1, 128, 128, 128), (64, 128, 256, 128), (64, 128, 500, 100), (64, 2048, 5250, 500), (64, 4096, 5000, 500), (64, 128, 500, 5000),
-    (64, 2048, 2048, 2048), (64, 2048, 2049, 2048), (64, 2048, 2047, 2048), (64, 128, 1025, 1023), (1, 2048, 2047, 32), (64, 2048, 1988, 32),
+    (64, 2048, 2048, 2048), (64, 2048, 2049, 2048), (64, 2048, 2047, 2048), (64, 128, 1025, 1023), (1, 2048, 2047, 32),
+    (64, 2048, 1988, 32),
 ])
 def test_j5_what_was_admitted_by_remaining_blocks_completes(tokens_per_block: int, size: int, prompt: int, output: int, in_parallel: bool,
                                                             chunk: int) -> None:
