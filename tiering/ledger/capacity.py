@@ -141,6 +141,7 @@ def needed_blocks_one_step(state: LedgerState, request: Request | ActiveSequence
     somebody references, and those out of its window. An unreferenced stored block is reused too, but still takes a free one. A
     sequence counts what its next tokens need.
     """
+    state.check_group(group)
     geometry = state.geometries[group]
     if isinstance(request, Request):
         reuse = match(state, request)
@@ -164,6 +165,7 @@ def needed_blocks_one_step(state: LedgerState, request: Request | ActiveSequence
 def remaining_blocks_to_completion(state: LedgerState, request: Request | ActiveSequence, group: int = 0) -> int:
     """Primary blocks of a group from now until ``max_new_tokens`` are generated. Admitting no more requests than there are free
     blocks for guarantees that all complete. A new request subtracts stored blocks as in :func:`needed_blocks_one_step`."""
+    state.check_group(group)
     if isinstance(request, Request):
         reuse = match(state, request)
         total = most_blocks(state, request, request.num_tokens + request.max_new_tokens, group)
