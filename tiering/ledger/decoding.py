@@ -87,6 +87,15 @@ def _needed(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, coun
     return needed
 
 
+def num_tail_copies(state: LedgerState, sequence: ActiveSequence, group: int) -> int:
+    """Blocks of a group that the next token takes because what it is written into is shared: by beams, or with a lease."""
+    row = sequence.rows[group]
+    kind = state.geometries[group].kind
+    if kind == CROSS or (kind != RECURRENT and not _has_open_tail(state, row, sequence.num_tokens)):
+        return 0
+    return _num_tail_copies(row)
+
+
 def _num_tail_copies(row: SequenceRow) -> int:
     """Copies of last blocks until each beam can write into its own: the last of those who share a block needs none."""
     if not row.other_beams:

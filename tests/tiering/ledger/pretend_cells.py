@@ -38,7 +38,9 @@ def elements_of(tokens: Sequence[int], extra_ids: Sequence[int] | None, multimod
 
 
 def tag_of(request: Request) -> Cell:
-    return ("namespace", request.lora_id, request.cache_salt, request.extra_ids is not None, request.lora_digest, request.extra_ids_digest)
+    encoder = () if request.encoder_digest is None else (request.encoder_digest,)
+    return ("namespace", request.lora_id, request.cache_salt, request.extra_ids is not None, request.lora_digest,
+            request.extra_ids_digest, *encoder)
 
 
 def history(start: Cell, elements: Iterable[Cell]) -> list[Cell]:
