@@ -79,16 +79,17 @@ class BatchPlanner:
         if state.partial_reuse and plan.num_matched == walk.num_blocks:
             self._match_partial(plan, walk, usable)
 
-    def ask_elsewhere(self, plan: AdmissionPlan, num_new_tokens: int) -> None:
-        """Note tokens that somebody else can deliver behind the reused ones; they replace a partial match.
+    def ask_elsewhere(self, plan: AdmissionPlan, num_new_tokens: object) -> None:
+        """Note tokens that somebody else can deliver behind the reused ones; they replace a partial match of no more tokens.
 
         Raises:
             RequestError: not a whole number of blocks, or more than the prompt can use.
         """
         tokens_per_block = self.state.tokens_per_block
         most = most_reusable(self.state, plan.request) - plan.num_matched * tokens_per_block
-        if num_new_tokens < 0 or num_new_tokens % tokens_per_block or num_new_tokens > max(most, 0):
-            raise RequestError(f"request {plan.request.id}: {num_new_tokens} tokens announced behind "
+        if (isinstance(num_new_tokens, bool) or not isinstance(num_new_tokens, int) or num_new_tokens < 0
+                or num_new_tokens % tokens_per_block or num_new_tokens > max(most, 0)):
+            raise RequestError(f"request {plan.request.id}: {num_new_tokens!r} tokens announced behind "
                                f"{plan.num_matched * tokens_per_block}; announce whole blocks of {tokens_per_block} tokens, "
                                f"at most {max(most, 0) // tokens_per_block}")
         if num_new_tokens > plan.partial_tokens:

@@ -87,6 +87,15 @@ def _needed(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, coun
     return needed
 
 
+def num_tail_copies(state: LedgerState, sequence: ActiveSequence, group: int) -> int:
+    """Blocks of a group that the next token takes because what it is written into is shared: by beams, or with a lease."""
+    row = sequence.rows[group]
+    kind = state.geometries[group].kind
+    if kind == CROSS or (kind != RECURRENT and not _has_open_tail(state, row, sequence.num_tokens)):
+        return 0
+    return _num_tail_copies(row)
+
+
 def _num_tail_copies(row: SequenceRow) -> int:
     """Copies of last blocks until each beam can write into its own: the last of those who share a block needs none."""
     if not row.other_beams:
@@ -253,7 +262,7 @@ def rewind(state: LedgerState, request_id: int, num_tokens: int) -> None:
                                "tokens can be taken back")
         last = geometry.num_blocks(left) - 1
         for beam in range(len(row.other_beams) + 1):
-            if _is_cut(state, row, left) and row.beam(beam)[last].ref_count > 1:
+            if _is_cut(state, row, left) and row.beam(beam)[last].ref_count > _num_holders(row, last, row.beam(beam)[last]):
                 needed[row.group] += 1
     if max(needed) > 0:
         require_room(state, needed, NOTHING_WANTED, f"a private copy for request {request_id}")
@@ -270,12 +279,24 @@ def rewind(state: LedgerState, request_id: int, num_tokens: int) -> None:
             while len(blocks) > last + 1:
                 state.allocators[row.group].release(blocks.pop())
             if _is_cut(state, row, left):
-                make_writable(state, row, beam, last)
+                holders = _num_holders(row, last, blocks[last])
+                if holders == 1 or blocks[last].ref_count > holders:  # beams may go on sharing it until one of them writes
+                    make_writable(state, row, beam, last)
 
 
 def _is_cut(state: LedgerState, row: SequenceRow, num_tokens: int) -> bool:
     geometry = state.geometries[row.group]
     return (num_tokens + (geometry.bubble if num_tokens > geometry.sinks else 0)) % state.tokens_per_block != 0
+
+
+def _num_holders(row: SequenceRow, position: int, block: Block) -> int:
+    """How many of the sequence's beams hold the block at this position."""
+    count = 0
+    for beam in range(len(row.other_beams) + 1):
+        blocks = row.beam(beam)
+        if len(blocks) > position and blocks[position] is block:
+            count += 1
+    return count
 
 
 def make_writable(state: LedgerState, row: SequenceRow, beam: int, position: int) -> Block:

@@ -7,7 +7,7 @@ time in, and fetches the numbered records with ``moves.take()`` before letting g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from kvtier.errors import CapacityError, RequestError, UnknownBlock
 from kvtier.policies.eviction import NOT_QUEUED
@@ -93,7 +93,8 @@ class Ledger(LedgerState):
             planner.plan(request, keys, namespace)
             if self.inbound is not None and may_reuse(self, request):
                 plan = planner.plans[-1]
-                planner.ask_elsewhere(plan, self.inbound.num_new_matched_tokens(request, plan.num_matched * self.tokens_per_block))
+                inbound = cast(Any, self.inbound)  # an answer may be of any type, whatever the protocol says
+                planner.ask_elsewhere(plan, inbound.num_new_matched_tokens(request, plan.num_matched * self.tokens_per_block))
         self._require_room_for(planner, batch_ids)
         sequences = carry_out(self, planner.plans, self._next_order)
         self._next_order += len(sequences)
@@ -136,8 +137,17 @@ class Ledger(LedgerState):
         beams.reorder_beams(self, request_id, parents)
 
     def make_writable(self, request_id: int, position: int, group: int = 0) -> Block:
-        """The sequence's block at this position, alone in holding it and out of the tree, so that it may be written."""
+        """The sequence's block at this position, alone in holding it and out of the tree, so that it may be written.
+
+        Raises:
+            RequestError: no such position, or one at which the group has no block.
+            CapacityError: a shared block, and no free one for a copy.
+        """
+        self.check_group(group)
         row = self.sequence(request_id).rows[group]
+        if not 0 <= position < len(row.blocks) or row.blocks[position].id < 0:
+            raise RequestError(f"request {request_id}: group {group} has no block at position {position} (it has {len(row.blocks)} positions, "
+                               "blocks out of the window and states that are not kept aside)")
         if row.blocks[position].ref_count > 1:
             needed = [0] * len(self.groups)
             needed[group] = 1
@@ -207,7 +217,8 @@ class Ledger(LedgerState):
     # -- single blocks ---------------------------------------------------------------------------------------------------
 
     def block(self, block_id: int, group: int = 0) -> Block:
-        """Raises UnknownBlock."""
+        """Raises UnknownBlock; RequestError for a group that there is not."""
+        self.check_group(group)
         blocks = self.allocators[group].blocks
         if isinstance(block_id, bool) or not isinstance(block_id, int) or not 0 <= block_id < len(blocks):
             raise UnknownBlock(f"block {block_id!r}: group {group} has blocks 0..{len(blocks) - 1}")
@@ -216,16 +227,16 @@ class Ledger(LedgerState):
     def set_priority(self, block_id: int, priority: int, group: int = 0) -> None:
         """Change the retention priority of an unreferenced block that holds content."""
         check_priority("priority", priority)
-        allocator = self.allocators[group]
         block = self._idle(block_id, "set_priority", group)
+        allocator = self.allocators[group]
         change_priority(allocator, block, priority)
         allocator.queues.claim(block)
         allocator.add_content(block)
 
     def offload(self, block_id: int, group: int = 0) -> None:
         """Move an unreferenced primary block one level down."""
-        allocator = self.allocators[group]
         block = self._idle(block_id, "offload", group)
+        allocator = self.allocators[group]
         if level_of(block.index) != PRIMARY:
             raise RequestError(f"block {block_id}: offload needs a primary block, it is on the {LEVEL_NAMES[level_of(block.index)]} level")
         if not allocator.offload(block):
@@ -234,8 +245,8 @@ class Ledger(LedgerState):
 
     def onboard(self, block_id: int, group: int = 0) -> None:
         """Bring an unreferenced lower block to the primary level."""
-        allocator = self.allocators[group]
         block = self._idle(block_id, "onboard", group)
+        allocator = self.allocators[group]
         if level_of(block.index) == PRIMARY:
             return
         if block.node is None:

@@ -20,11 +20,18 @@ class WhatIf:
 
     def __init__(self, num_groups: int) -> None:
         self._taken: list[dict[int, int]] = [{} for _ in range(num_groups)]
+        self._removed: set[int] = set()
         self.freed: list[int] = [0] * num_groups
 
     def remove(self, sequence: ActiveSequence, group: int = 0) -> int:
-        """As if the sequence were removed, from all groups. Returns how many primary blocks of ``group`` that would free."""
+        """As if the sequence were removed, from all groups. Returns how many primary blocks of ``group`` that would free: none the
+        second time."""
+        if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(self.freed):
+            raise RequestError(f"group={group!r}: this layout has groups 0..{len(self.freed) - 1}")
         before = self.freed[group]
+        if sequence.order in self._removed:
+            return 0
+        self._removed.add(sequence.order)
         for row in sequence.rows:
             taken = self._taken[row.group]
             for beam in range(len(row.other_beams) + 1):
@@ -40,6 +47,7 @@ class WhatIf:
 
 def num_schedulable_blocks(state: LedgerState, what_if: WhatIf, group: int) -> int:
     """Primary blocks that would be free after everything removed in thought."""
+    state.check_group(group)
     return state.allocators[group].queues.num_free(PRIMARY) + what_if.freed[group]
 
 
@@ -49,6 +57,7 @@ def request_block_budget(state: LedgerState, sequence: ActiveSequence, group: in
     Scope: the primary blocks of one group, over all beams, from now until ``max_new_tokens`` are generated, those it holds already
     included; not its blocks on lower levels, nor what leases hold beyond it.
     """
+    state.check_group(group)
     asked = sequence.request
     total = most_blocks(state, asked, max(asked.num_tokens + asked.max_new_tokens, sequence.num_tokens), group)
     return max(total, held_blocks(sequence, group))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.errors import UnknownRequest
+from kvtier.errors import RequestError, UnknownRequest
 from kvtier.policies.eviction import eviction_queues
 from kvtier.pools.pool_index import NUM_LEVELS
 from kvtier.tiering.ledger.allocator import BlockAllocator
@@ -56,6 +56,11 @@ class LedgerState:
         # The bubble moves tokens to other places inside their blocks than in a group without it: no common blocks to find again.
         self.reuse = rules.enable_block_reuse and all(geometry.bubble == 0 for geometry in self.geometries)
         self.partial_reuse = self.reuse and rules.enable_partial_reuse and not self.has_recurrent
+
+    def check_group(self, group: int) -> None:
+        """Raise RequestError unless the layout has a group of this number."""
+        if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(self.groups):
+            raise RequestError(f"group={group!r}: this layout has groups 0..{len(self.groups) - 1}")
 
     def sequence(self, request_id: int) -> ActiveSequence:
         """Raises UnknownRequest."""

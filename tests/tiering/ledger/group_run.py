@@ -60,6 +60,7 @@ class GroupRun:
         self._cells: dict[tuple[int, int, int], list[int]] = {}
         self._failed: dict[tuple[int, int, int], int] = {}
         self._beams: dict[int, list[list[int]]] = {}  # the engine's own idea of each sequence's tokens
+        self._encoded: set[int] = set()  # by order of admission: sequences whose encoder has run
         self._next_id = 1000
         for number, group in enumerate(self.ledger.groups):
             for level in range(NUM_LEVELS):
@@ -296,10 +297,9 @@ class GroupRun:
         for row in sequence.rows:
             kind = self.ledger.groups[row.group].kind
             if kind == CROSS:
-                if start == 0:
+                if sequence.order not in self._encoded:
                     for block in row.blocks:
-                        self._at(row.group, block)[:] = [self._history(self._start(sequence.request), "encoder")] * len(
-                            self._at(row.group, block))
+                        self._at(row.group, block)[:] = [self._encoder_of(sequence)] * self.ledger.tokens_per_block
                 continue
             for beam in range(1 if is_prompt else len(row.other_beams) + 1):
                 path = self._path(self._start(sequence.request), self._beams[sequence.id][beam])
@@ -309,6 +309,10 @@ class GroupRun:
                     for position in range(start, end):
                         self._check_reads(sequence, row, beam, path, position)
                         self._write(sequence, row, beam, position, path[position], is_prompt)
+        self._encoded.add(sequence.order)
+
+    def _encoder_of(self, sequence: ActiveSequence) -> int:
+        return self._history(self._start(sequence.request), "encoder")
 
     def _write(self, sequence: ActiveSequence, row: SequenceRow, beam: int, position: int, cell: int, is_prompt: bool) -> None:
         place = self._place(row.group, position)
@@ -362,8 +366,8 @@ class GroupRun:
         for row in sequence.rows:
             kind = self.ledger.groups[row.group].kind
             if kind == CROSS:
-                expected = self._history(self._start(sequence.request), "encoder")
-                if sequence.computed > sequence.prepopulated:
+                if sequence.order in self._encoded:
+                    expected = self._encoder_of(sequence)
                     assert all(self._at(row.group, block)[0] == expected for block in row.blocks), "encoder blocks were overwritten"
                 continue
             for beam in range(1 if is_prompt else len(row.other_beams) + 1):
