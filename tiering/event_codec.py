@@ -63,14 +63,17 @@ def _decode(kind: str, fields: list[Any]) -> EventData:
 
 
 def _encode_block(block: StoredBlock) -> list[object]:
-    return [block.block_hash.hex(), _pack(block.tokens), block.lora_id, block.cache_salt, block.level, block.priority]
+    return [block.block_hash.hex(), _pack(block.tokens), block.lora_id, block.cache_salt, block.level, block.priority,
+            [[digest.hex(), offset] for digest, offset in block.multimodal]]
 
 
-def _decode_block(block_hash: str, tokens: str, lora_id: int | None, cache_salt: str | None, level: int, priority: int) -> StoredBlock:
+def _decode_block(block_hash: str, tokens: str, lora_id: int | None, cache_salt: str | None, level: int, priority: int,
+                  multimodal: list[tuple[str, int]]) -> StoredBlock:
     if cache_salt is not None and not isinstance(cache_salt, str):
         raise ValueError(f"cache_salt {cache_salt!r}")
     return StoredBlock(bytes.fromhex(block_hash), _unpack(tokens), None if lora_id is None else _whole(lora_id), cache_salt,
-                       int(Level(_whole(level))), _count(priority))
+                       int(Level(_whole(level))), _count(priority),
+                       tuple([(bytes.fromhex(digest), _count(offset)) for digest, offset in multimodal]))
 
 
 def _pack(tokens: Sequence[int]) -> str:

@@ -18,7 +18,8 @@ HASHES = st.binary(min_size=32, max_size=32)
 LEVELS = st.integers(0, 2)
 PRIORITIES = st.integers(0, 100)
 BLOCKS = st.builds(StoredBlock, HASHES, st.lists(st.integers(-2**31, 2**31 - 1), max_size=40).map(tuple),
-                   st.none() | st.integers(0, 2**64 - 1), st.none() | st.text(st.characters(), max_size=20), LEVELS, PRIORITIES)
+                   st.none() | st.integers(0, 2**64 - 1), st.none() | st.text(st.characters(), max_size=20), LEVELS, PRIORITIES,
+                   st.lists(st.tuples(HASHES, st.integers(0, 2**40)), max_size=3).map(tuple))
 DATA: st.SearchStrategy[EventData] = st.one_of(
     st.builds(Created, st.lists(st.integers(0, 2**40), min_size=1, max_size=3).map(tuple)),
     st.builds(Stored, st.none() | HASHES, st.lists(BLOCKS, max_size=4).map(tuple)),
@@ -26,7 +27,7 @@ DATA: st.SearchStrategy[EventData] = st.one_of(
     st.builds(Updated, HASHES, st.none() | st.tuples(LEVELS, LEVELS), st.none() | st.tuples(PRIORITIES, PRIORITIES)))
 EVENTS = st.lists(st.builds(Event, st.integers(0, 2**62), st.integers(0, 40), DATA), max_size=5)
 
-BLOCK = StoredBlock(bytes(range(32)), (1, -1, 2**31 - 1, -2**31), 2**64 - 1, "tenant \ud800 ü", 2, 100)
+BLOCK = StoredBlock(bytes(range(32)), (1, -1, 2**31 - 1, -2**31), 2**64 - 1, "tenant \ud800 ü", 2, 100, ((b"\x01" * 32, 7), (bytes(32), 0)))
 EXAMPLES = [Event(0, 0, Created((8, 4, 16))), Event(1, 0, Stored(None, (BLOCK,))), Event(2, 1, Stored(bytes(32), (BLOCK, BLOCK))),
             Event(3, 0, Removed((bytes(32), b"\xff" * 32))), Event(4, 0, Updated(bytes(32), (0, 1), None)),
             Event(5, 0, Updated(bytes(32), None, (35, 80)))]
@@ -50,7 +51,7 @@ def test_any_events_come_out_as_they_went_in(events: list[Event]) -> None:
 @pytest.mark.parametrize(("kind", "fields"), [
     (Created, ["num_blocks_per_level"]), (Stored, ["parent_hash", "blocks"]), (Removed, ["block_hashes"]),
     (Updated, ["block_hash", "level", "priority"]),
-    (StoredBlock, ["block_hash", "tokens", "lora_id", "cache_salt", "level", "priority"])])
+    (StoredBlock, ["block_hash", "tokens", "lora_id", "cache_salt", "level", "priority", "multimodal"])])
 def test_no_field_is_left_out(kind: type, fields: list[str]) -> None:
     """A field that is added to an event has to be added to the message as well."""
     assert [field.name for field in dataclasses.fields(kind)] == fields
@@ -76,6 +77,7 @@ BAD = {
     "a hash that is none": changed(3, 3, 0, to="xy"), "a hash that is a number": changed(3, 3, 0, to=5),
     "tokens of half a size": changed(1, 3, 1, 0, 1, to="AAA="), "tokens that are none": changed(1, 3, 1, 0, 1, to="*"),
     "no such level": changed(1, 3, 1, 0, 4, to=7), "a salt that is a list": changed(1, 3, 1, 0, 3, to=[]),
+    "a digest that is none": changed(1, 3, 1, 0, 6, to=[["xy", 0]]), "an item without offset": changed(1, 3, 1, 0, 6, to=[["00"]]),
     "a block with a part missing": changed(1, 3, 1, 0, to=["00"]), "three levels": changed(4, 3, 1, to=[0, 1, 2]),
 }
 
