@@ -12,12 +12,13 @@ from kvtier.errors import RequestError, TransferError
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.key import TOKEN_BYTES
-from kvtier.tiering.ledger.ledger import GROUP, Ledger
+from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.types import Level
 
 if TYPE_CHECKING:
     from kvtier.tiering.core import TierCore
 
+GROUP: Final = 0
 ACCESS_TIMEOUT: Final = 60.0  # seconds to wait for transfers that use the block
 
 

@@ -305,7 +305,7 @@ class TierCore:
                                free_space_reserve=self.config.nvme_free_space_reserve_bytes, sync=self.config.nvme_sync)
         rows = [WarmRow(row.group, row.slot, row.key, row.priority, row.expiry, row.hits) for row in store.stored_blocks()]
         self._ledger.set_time(self._clock())
-        self._ledger.adopt_store(rows, [slot for _group, slot in store.quarantined()])
+        self._ledger.adopt_store(rows, list(store.quarantined()))
         self._queue_records()
         return store
 

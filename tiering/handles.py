@@ -32,7 +32,7 @@ class Lease:
     def __init__(self, manager: TierCore, lease: LedgerLease) -> None:
         self._manager = manager
         self._lease = lease
-        self.block_ids = [block.id for block in lease.blocks]
+        self.block_ids = [block.id for block in lease.rows[0]]
 
     def release(self) -> None:
         """Let go. RequestError when it was released before."""

@@ -29,7 +29,9 @@ from kvtier.tiering.ledger import capacity
 from kvtier.tiering.ledger.capacity import PrefixReuse
 from kvtier.tiering.ledger.key import next_chain_key
 from kvtier.tiering.ledger.request import Request, token_bytes
+from kvtier.tiering.ledger.scheduling import WhatIf
 from kvtier.tiering.ledger.sequence import ActiveSequence
+from kvtier.tiering.ledger.truncating import truncate
 from kvtier.tiering.not_included import NotIncludedYet
 from kvtier.types import Level, TransferMode
 
@@ -72,6 +74,7 @@ class KVCacheManager(TierCore, NotIncludedYet):
             self.close(timeout=1.0)
             raise
         self._table_lock = threading.Lock()
+        self._what_if = WhatIf(1)
         self._stepping: dict[int, int] = {}         # ids that take part in running steps, and in how many
         self._ended_in_step: dict[int, bool] = {}   # removed meanwhile: store or not
 
@@ -93,6 +96,9 @@ class KVCacheManager(TierCore, NotIncludedYet):
             if request.num_tokens > self.config.max_seq_len:
                 raise RequestError(f"request {request.id}: {request.num_tokens} tokens; max_seq_len is {self.config.max_seq_len}, raise it "
                                    "or shorten the prompt")
+            if request.beam_width > self.config.max_beam_width:
+                raise RequestError(f"request {request.id}: beam_width={request.beam_width}; max_beam_width is "
+                                   f"{self.config.max_beam_width}, raise it or use fewer beams")
             self._check_retention(request.retention)
         with self.locked() as ledger:
             return [Admission(sequence) for sequence in ledger.add_sequences(requests)]
@@ -316,12 +322,12 @@ class KVCacheManager(TierCore, NotIncludedYet):
     def start_scheduling(self) -> None:
         """Begin a what-if over reference counts; the real ones are not touched."""
         with self.locked() as ledger:
-            capacity.start_scheduling(ledger)
+            self._what_if = WhatIf(len(ledger.groups))
 
     def scheduling_remove_sequence(self, request_id: int) -> int:
         """As if the sequence were removed: how many primary blocks that would free, after those removed before."""
         with self.locked() as ledger:
-            return capacity.scheduling_remove_sequence(ledger, ledger.sequence(request_id))
+            return self._what_if.remove(ledger.sequence(request_id))
 
     def num_free_blocks(self, level: Level, group: int = 0) -> int:
         """Unreferenced blocks of a level, cached content and backings included."""
@@ -340,7 +346,7 @@ class KVCacheManager(TierCore, NotIncludedYet):
         if isinstance(keep_tokens, bool) or not isinstance(keep_tokens, int) or keep_tokens < 0:
             raise RequestError(f"keep_tokens={keep_tokens!r}: must be a whole number of at least 0")
         with self.locked() as ledger:
-            return capacity.truncate(ledger, request, keep_tokens)
+            return truncate(ledger, request, keep_tokens)
 
     def set_priority(self, block_id: int, priority: int, group: int = 0) -> None:
         """Change the priority of an unreferenced block with content."""

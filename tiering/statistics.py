@@ -127,7 +127,7 @@ def collect_levels(ledger: Ledger) -> tuple[LevelStats, ...]:
     """Blocks of each level now."""
     allocator = ledger.allocators[0]
     held = {block.id for sequence in ledger.sequences.values() for block in sequence.blocks}
-    held |= {block.id for lease in ledger.leases.values() for block in lease.blocks}
+    held |= {block.id for lease in ledger.leases.values() for block in lease.rows[0]}
     found: list[LevelStats] = []
     for level in range(NUM_LEVELS):
         total = allocator.num_blocks[level]

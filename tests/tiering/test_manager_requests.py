@@ -197,7 +197,7 @@ def test_an_unknown_block_is_an_error(make_cache: MakeCache, block_id: Any) -> N
         lambda: cache.write_block(block_id, bytes(cache.layout.groups[0].block_bytes)),
     ]
     for call in calls:
-        with pytest.raises(UnknownBlock, match=r"this group has blocks 0\.\.11"):
+        with pytest.raises(UnknownBlock, match=r"group 0 has blocks 0\.\.11"):
             call()
 
 
@@ -205,10 +205,10 @@ def test_a_request_that_asks_for_what_is_not_included_is_refused(make_cache: Mak
     cache = make_cache()
     with pytest.raises(RequestError, match="not included yet"):
         cache.add_sequence(Request(1, [1], retention=RetentionConfig([TokenRange(0, None, 50)], directory="/anywhere")))
-    with pytest.raises(RequestError, match="not included yet"):
-        Request(1, [1], beam_width=2)
-    with pytest.raises(RequestError, match="not included yet"):
-        Request(1, [1], encoder_length=3)
+    with pytest.raises(RequestError, match="max_beam_width is 1"):
+        cache.add_sequence(Request(1, [1], beam_width=2))
+    with pytest.raises(RequestError, match="no cross-attention"):
+        cache.add_sequence(Request(1, [1], encoder_length=3))
 
 
 # -- capacity -------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ class BlockAllocator(FileLevel):
                  moves: MoveLog, events: EventLog, counters: LedgerCounters, rules: TierRules) -> None:
         super().__init__(group, num_blocks, tokens_per_block, queues, tree, moves, events, counters, rules)
         self._spares: list[Block] = []  # of promotions in this call; released when it ends
-        self._released_by_scheduling: dict[int, int] = {}
 
     # -- taking ----------------------------------------------------------------------------------------------------------
 
@@ -294,17 +293,3 @@ class BlockAllocator(FileLevel):
             block = cast(Block, record)
             self._may_write_ahead = True  # it may have been too low for NVMe before
             self.publish_priority(block, priority, block.priority)
-
-    # -- what if ---------------------------------------------------------------------------------------------------------
-
-    def start_scheduling(self) -> None:
-        """Begin a what-if: every handle has the references that it has."""
-        self._released_by_scheduling = {}
-
-    def release_in_scheduling(self, block: Block) -> bool:
-        """As if one reference were released, for the what-if only. True when that would be the last one."""
-        if block.id < 0:
-            return False
-        released = self._released_by_scheduling.get(block.id, 0) + 1
-        self._released_by_scheduling[block.id] = released
-        return released == block.ref_count

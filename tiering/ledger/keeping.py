@@ -16,6 +16,11 @@ def take_for(allocator: BlockAllocator, request: Request, position: int, priorit
     return block
 
 
+def take_run_for(allocator: BlockAllocator, request: Request, first: int, end: int) -> list[Block]:
+    """Referenced primary blocks for the prompt blocks ``first`` to ``end - 1``, with the request's retention."""
+    return [take_for(allocator, request, position) for position in range(first, end)]
+
+
 def set_retention(tokens_per_block: int, request: Request, position: int, block: Block, priority: int, duration: float) -> None:
     """Retention of a block that is in no queue and in no tree; ``priority`` and ``duration`` apply where the request says nothing."""
     asked: int | None = None

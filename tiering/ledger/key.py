@@ -99,6 +99,9 @@ def multimodal_keys(items: tuple[MultimodalItem, ...], start: int, end: int) -> 
     return [(digest, offset) for _position, _tokens, digest, offset in multimodal_runs(items, start, end)]
 
 
+NO_CHAIN: Final[list[bytes]] = []  # shared, never changed: of most runs nobody asks for a chain key
+
+
 class KeyRun:
     """Keys of consecutive blocks behind a parent run: what chain keys and events are made of, when somebody asks.
 
@@ -129,17 +132,17 @@ class KeyRun:
     def upper(self, count: int) -> KeyRun:
         """The first ``count`` blocks of a plain run."""
         return KeyRun(self.namespace, self.block_bytes, self.label[:count * self.block_bytes], count, True, self.parent,
-                      self._chain[:count])
+                      self._chain[:count] or NO_CHAIN)
 
     def lower(self, count: int, end: int, upper: KeyRun) -> KeyRun:
         """Blocks [count, end) of a plain run, behind ``upper`` which is what comes before them."""
         return KeyRun(self.namespace, self.block_bytes, self.label[count * self.block_bytes:end * self.block_bytes], end - count, True,
-                      upper, self._chain[count:end])
+                      upper, self._chain[count:end] or NO_CHAIN)
 
     def grown(self, count: int, label: bytes, added: int) -> KeyRun:
         """The first ``count`` blocks of a plain run, and ``added`` more with these keys."""
         return KeyRun(self.namespace, self.block_bytes, self.label[:count * self.block_bytes] + label, count + added, True, self.parent,
-                      self._chain[:count])
+                      self._chain[:count] or NO_CHAIN)
 
     def block_key(self, position: int) -> bytes:
         """Key of one block."""

@@ -58,7 +58,7 @@ class PartialPlaces:
     """Places whose key shares leading tokens with a chunk, as (tokens shared, node, position), longest first.
 
     They are found one at a time, outwards from where the chunk would stand among the siblings: there may be a hundred thousand of
-    them, and mostly the first will do. Whoever changes the tree collects them first.
+    them, and mostly the first will do. Not valid any more once the tree has changed.
     """
 
     def __init__(self, chunk: bytes, width: int, node: Node, found: list[tuple[int, Node, int]]) -> None:
@@ -101,14 +101,14 @@ class PartialPlaces:
             self._step_right(order)
         return shared, self._node.children[order.buckets[bucket][position]], 0
 
-    def __iter__(self) -> PartialPlaces:
-        return self
-
-    def __next__(self) -> tuple[int, Node, int]:
+    def all_places(self) -> list[tuple[int, Node, int]]:
+        """All that are left."""
+        places: list[tuple[int, Node, int]] = []
         place = self.next_place()
-        if place is None:
-            raise StopIteration
-        return place
+        while place is not None:
+            places.append(place)
+            place = self.next_place()
+        return places
 
     def _step_left(self, order: SiblingOrder) -> None:
         bucket, position = self._left

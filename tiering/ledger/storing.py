@@ -44,9 +44,11 @@ class StoredRuns:
             self.publish()
         self._end = number + count
         self._spans.append((node.run, position, count))
-        priorities = self._priorities
-        for i in range(start, start + count):
-            priorities.append(blocks[i].priority)
+        priorities = [block.priority for block in blocks[start:start + count]]
+        if self._priorities:
+            self._priorities.extend(priorities)
+        else:
+            self._priorities = priorities
 
     def publish(self) -> None:
         if self._spans:
@@ -120,9 +122,9 @@ def _leave_other_places(tree: ReuseTree, allocators: list[BlockAllocator], order
                     if values[position] is None and blocks[number + position].node is not None:
                         found.append((group, blocks[number + position]))
             number += count
-        for number in range(walk.num_blocks, end):
-            if blocks[number].node is not None:
-                found.append((group, blocks[number]))
+        for block in blocks[walk.num_blocks:end]:
+            if block.node is not None:
+                found.append((group, block))
     for group, block in found:
         allocators[group].publish_removed(block)
         tree.detach(block, group)

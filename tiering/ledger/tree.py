@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import Final
 
 from kvtier.tiering.ledger.block import Block
-from kvtier.tiering.ledger.key import Identity, KeyRun, Namespace, TokenKeys
+from kvtier.tiering.ledger.key import NO_CHAIN, Identity, KeyRun, Namespace, TokenKeys
 from kvtier.tiering.ledger.siblings import PartialPlaces, SiblingOrder, common_tokens
 
 MAX_GROWING_RUN: Final = 64  # blocks; longer runs are continued in a child, so that growing stays cheap
-COMPARED_AT_ONCE: Final = 64  # blocks; where only part of a run can match, so much of it is copied and compared at a time
+COPIED_BYTES: Final = 4096  # so much is copied and compared sooner than ``startswith`` is called or a view made
 FEW_CHILDREN: Final = 8  # up to so many are looked through one by one for partial matches
 
 
@@ -110,7 +110,7 @@ class ReuseTree:
         node = self.roots.get(namespace.identity)
         if node is None:
             block_bytes = self.tokens_per_block * namespace.token_width
-            node = Node(None, KeyRun(namespace, block_bytes, b"", 0, False, None, []), block_bytes, self.num_groups)
+            node = Node(None, KeyRun(namespace, block_bytes, b"", 0, False, None, NO_CHAIN), block_bytes, self.num_groups)
             self.roots[namespace.identity] = node
         return node
 
@@ -255,14 +255,16 @@ class ReuseTree:
         """Put the full blocks ``blocks[start:start + count]``, which are in no place, into the empty places from ``first`` on."""
         values = node.values[group]
         num_tokens = self.tokens_per_block
-        for offset in range(count):
-            block = blocks[start + offset]
-            assert values[first + offset] is None
+        span = blocks[start:start + count]
+        assert values[first:first + count].count(None) == len(span) == count
+        values[first:first + count] = span
+        position = first
+        for block in span:
             assert block.node is None
-            values[first + offset] = block
             block.node = node
-            block.position = first + offset
+            block.position = position
             block.num_tokens = num_tokens
+            position += 1
         node.present[group] += count
 
     def detach(self, block: Block, group: int) -> None:
@@ -334,7 +336,7 @@ class ReuseTree:
         if parent.length < parent.run.num_blocks:
             _cut_run(parent)  # it becomes the parent of another run: that stands for all of its blocks
         before = None if parent.parent is None else parent.run
-        child = Node(parent, KeyRun(parent.run.namespace, block_bytes, label, length, is_plain, before, []), parent.block_bytes,
+        child = Node(parent, KeyRun(parent.run.namespace, block_bytes, label, length, is_plain, before, NO_CHAIN), parent.block_bytes,
                      self.num_groups)
         key = child.key
         children = parent.children
@@ -433,20 +435,22 @@ def _matching_blocks(node: Node, data: bytes, start: int, reach: int) -> int:
     high = node.length
     if high > reach:
         high = reach
-    if len(label) == high * block_bytes and data.startswith(label, start):
+    if _equal(data, start, label, 0, high * block_bytes):
         return high
-    same = 1  # so many blocks are equal
-    while True:  # piece by piece: a bytes slice is a copy
-        if same == high:
-            return high
-        end = min(same + COMPARED_AT_ONCE, high)
-        if not data.startswith(label[same * block_bytes:end * block_bytes], start + same * block_bytes):
-            break
-        same = end
-    while end - same > 1:  # the first `same` blocks are equal, the first `end` are not
-        middle = (same + end) // 2
-        if data.startswith(label[same * block_bytes:middle * block_bytes], start + same * block_bytes):
-            same = middle
+    low = 1
+    while high - low > 1:  # the first `low` blocks are equal, the first `high` are not
+        middle = (low + high) // 2
+        if _equal(data, start, label, low * block_bytes, middle * block_bytes):
+            low = middle
         else:
-            end = middle
-    return same
+            high = middle
+    return low
+
+
+def _equal(data: bytes, start: int, label: bytes, first: int, end: int) -> bool:
+    """Whether bytes [first, end) of a label stand in the data from ``start + first`` on."""
+    if end - first == len(label):
+        return data[start:start + end] == label if end <= COPIED_BYTES else data.startswith(label, start)
+    if end - first <= COPIED_BYTES:
+        return data[start + first:start + end] == label[first:end]
+    return data.startswith(memoryview(label)[first:end], start + first)

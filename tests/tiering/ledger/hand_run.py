@@ -64,7 +64,7 @@ class HandRun:
         self.driver.tier = self.tier
         self._noted = 0
         self._next_id = 1000
-        self.ledger.adopt_store(warm, quarantined)
+        self.ledger.adopt_store(warm, [(0, slot) for slot in quarantined])
         for row in warm:
             self.tier.rows[row.slot] = row.key
         self.note()

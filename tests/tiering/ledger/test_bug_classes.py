@@ -14,6 +14,7 @@ from kvtier.policies.eviction import LISTS_PER_LEVEL
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger import capacity
 from kvtier.tiering.ledger.moves import Move
+from kvtier.tiering.ledger.truncating import truncate
 
 
 def churn(run: HandRun, letters: str = "abcdefgh") -> None:
@@ -129,9 +130,9 @@ def test_a_pinned_block_is_in_no_queue_and_cannot_be_taken() -> None:
     lease = run.ledger.pin(sequence.id)
     run.remove(sequence)
     assert run.free() == 2
-    assert not set(run.queued(PRIMARY)) & set(lease.blocks)
+    assert not set(run.queued(PRIMARY)) & set(lease.rows[0])
     other = run.add([1] * 8)
-    assert not set(other.blocks) & set(lease.blocks)
+    assert not set(other.blocks) & set(lease.rows[0])
     run.no_room(lambda: run.ledger.add_sequences([run.request("x")]))
     run.remove(other)
     run.ledger.release_lease(lease)
@@ -227,7 +228,7 @@ def test_storing_behind_a_forgotten_predecessor_puts_the_sequences_own_block_the
     old = run.serve("a")[0]
     sequence = run.add("ab")
     assert sequence.blocks[0] is old
-    capacity.truncate(run.ledger, run.request("a"), 0)
+    truncate(run.ledger, run.request("a"), 0)
     run.note()
     assert old.node is None
     assert run.compute(sequence)
@@ -429,7 +430,7 @@ def test_forgetting_a_subtree_takes_each_of_its_blocks_once_on_whatever_level_an
     held = run.add("abde")
     assert run.compute(held)
     stored = {block.id for blocks in branches for block in blocks if block.node is not None}
-    assert capacity.truncate(run.ledger, run.request("abx"), 4) == len(stored) - 1
+    assert truncate(run.ledger, run.request("abx"), 4) == len(stored) - 1
     run.note()
     assert trunk[0].node is not None
     assert all(block.node is None for blocks in branches for block in blocks[1:])

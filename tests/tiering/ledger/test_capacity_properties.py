@@ -16,6 +16,7 @@ from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import WarmRow
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.rules import LedgerRules
+from kvtier.tiering.ledger.truncating import truncate
 
 
 def driver(primary: int, secondary: int = 0, nvme: int = 0, tokens_per_block: int = 4) -> Driver:
@@ -65,7 +66,7 @@ def test_after_truncating_nothing_of_the_prompt_beyond_what_is_kept_is_found_aga
     cache = stored(prompt)
     cache.add(Request(1, other))
     cache.release(1)
-    capacity.truncate(cache.ledger, Request(-1, prompt), keep)
+    truncate(cache.ledger, Request(-1, prompt), keep)
     cache.check()
     cache.events.check()
     kept = -(-keep // 4) * 4
@@ -76,7 +77,7 @@ def test_after_truncating_nothing_of_the_prompt_beyond_what_is_kept_is_found_aga
 
 def test_truncating_keeps_a_tail_that_is_not_part_of_the_prompt() -> None:
     cache = stored(range(7))
-    assert capacity.truncate(cache.ledger, Request(-1, [0, 1, 2, 3, 4, 99]), 4) == 0
+    assert truncate(cache.ledger, Request(-1, [0, 1, 2, 3, 4, 99]), 4) == 0
     (sequence,) = cache.add(Request(1, range(7)))
     assert sequence.prepopulated == 6
 
@@ -86,7 +87,7 @@ def test_truncating_reaches_what_nvme_has_held_since_the_start_behind_gaps_too()
     keys = [source.ledger.allocators[0].chain_key(source.ledger.block(n)) for n in range(4)]
     cache = driver(8, 2, 4)
     cache.ledger.adopt_store([WarmRow(0, slot, key) for slot, key in enumerate(keys) if slot != 2], [])
-    assert capacity.truncate(cache.ledger, Request(-1, range(17)), 4) == 2
+    assert truncate(cache.ledger, Request(-1, range(17)), 4) == 2
     assert list(cache.ledger.allocators[0].warm) == [keys[0]]
     assert cache.ledger.allocators[0].queues.free[NVME] == 4
 
@@ -99,5 +100,5 @@ def test_truncating_forgets_a_block_that_is_both_stored_again_and_on_nvme_since_
     cache.ledger.add_sequences([Request(0, range(9), skip_read=True)])
     cache.ledger.mark_computed(0, 9)
     cache.ledger.remove_sequence(0, True)
-    capacity.truncate(cache.ledger, Request(-1, range(9)), keep)
+    truncate(cache.ledger, Request(-1, range(9)), keep)
     assert capacity.match(cache.ledger, Request(-1, range(9))).reusable_blocks == keep // 4

@@ -24,6 +24,7 @@ from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Move, WarmRow
 from kvtier.tiering.ledger.request import MultimodalItem, Request
 from kvtier.tiering.ledger.rules import LedgerRules
+from kvtier.tiering.ledger.truncating import truncate
 
 IMAGES = (b"\x01" * 32, b"\x02" * 32)
 NAMESPACES: tuple[dict[str, Any], ...] = (
@@ -274,7 +275,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), keep=st.integers(0, 8))
     def truncate(self, data: st.DataObject, keep: int) -> None:
         request = Request(-1, **data.draw(st.sampled_from(self.prompts)))
-        capacity.truncate(self.ledger, request, keep)
+        truncate(self.ledger, request, keep)
         kept = -(-keep // self.tokens_per_block)
         assert capacity.match(self.ledger, request).reusable_blocks <= kept
         self.driver.tier.fetch()
@@ -344,7 +345,7 @@ class LedgerMachine(RuleBasedStateMachine):
             tier.cells[NVME, slot] = old.cells[NVME, slot]
         self.ledger.set_time(self.now)
         rows = [WarmRow(0, slot, key, *tier.row_retention[slot]) for slot, key in sorted(tier.rows.items())]
-        self.ledger.adopt_store(rows, sorted(tier.quarantined))
+        self.ledger.adopt_store(rows, [(0, slot) for slot in sorted(tier.quarantined)])
         self.driver.ledger = self.ledger
         self.driver.tier = tier
         self.driver.running = {}

@@ -283,7 +283,7 @@ def test_appending_into_a_pinned_block_copies_it_first() -> None:
     lease = cache.ledger.pin(0)
     assert cache.append([0], [[6]])
     assert ids(cache, 0) == [0, 2]
-    assert [block.id for block in lease.blocks] == [0, 1]
+    assert [block.id for block in lease.rows[0]] == [0, 1]
     cache.check()
     cache.release(0)
     cache.ledger.release_lease(lease)

@@ -67,7 +67,7 @@ class Grove:
         if root is None:
             return []
         places = self.tree.partial_places(self.tree.walk(root, keys, len(tokens)), keys, len(tokens))
-        found = [(shared, node.values[group][position]) for shared, node, position in places]
+        found = [(shared, node.values[group][position]) for shared, node, position in places.all_places()]
         return [(shared, block) for shared, block in found if block is not None]
 
 

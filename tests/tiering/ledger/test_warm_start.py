@@ -13,6 +13,7 @@ from kvtier.tiering.ledger.events import Stored
 from kvtier.tiering.ledger.key import Namespace, TokenKeys, next_chain_key
 from kvtier.tiering.ledger.moves import Discard, WarmRow
 from kvtier.tiering.ledger.request import MultimodalItem
+from kvtier.tiering.ledger.truncating import truncate
 
 
 def chain_keys(run: HandRun, letters: str, **keywords: object) -> list[bytes]:
@@ -171,7 +172,7 @@ def test_a_slot_quarantined_earlier_is_never_used() -> None:
 def test_truncate_forgets_warm_blocks_behind_the_kept_part_and_deletes_their_rows() -> None:
     rows = warm_rows("abc")
     run = HandRun(4, 2, 4, warm=rows)
-    assert capacity.truncate(run.ledger, run.request("abc"), 4) == 2
+    assert truncate(run.ledger, run.request("abc"), 4) == 2
     run.settle()
     assert set(run.ledger.allocators[0].warm) == {rows[0].key}
     assert run.tier.rows == {0: rows[0].key}
