@@ -50,13 +50,13 @@ class LayerSpec:
         Args:
             num_kv_heads, head_dim, value_dim: heads, and elements of one key and of one value.
             window: tokens that a token sees, itself included; None for all.
-            sinks: leading tokens that stay visible beyond the window.
+            sinks: leading tokens that stay visible for ever and count towards the window; fewer than it has.
             dtype: storage dtype; None for the layout's.
             scale_bytes: bytes of block scales for each token and head, of keys and of values alike; 0 for none.
             indexer_bytes: bytes of the sparse-attention indexer's key for each token; 0 for none.
 
         Raises:
-            ConfigError: a number outside its limits.
+            ConfigError: a number outside its limits, sinks without a window or not fewer than it has tokens.
         """
         require_count("num_kv_heads", num_kv_heads)
         require_count("head_dim", head_dim)
@@ -65,6 +65,9 @@ class LayerSpec:
         if window is not None:
             require_count("window", window)
         require_count("sinks", sinks, lowest=0)
+        if sinks and (window is None or sinks >= window):
+            raise ConfigError(f"sinks={sinks} with window={window}: sinks are the part of a window that never leaves it; give a window of "
+                              "more tokens, or no sinks")
         require_count("scale_bytes", scale_bytes, lowest=0)
         require_count("indexer_bytes", indexer_bytes, lowest=0)
         return cls("attention", num_kv_heads, head_dim, value_dim or head_dim, window, sinks, dtype, scale_bytes=scale_bytes,

@@ -81,12 +81,16 @@ class KVLayout:
         return tuple(LayerGroup(number, spec, tuple(layers), self.tokens_per_block)
                      for number, (spec, layers) in enumerate(ordered))
 
+    @cached_property
+    def _places(self) -> dict[int, tuple[LayerGroup, int]]:
+        return {layer: (group, position) for group in self.groups for position, layer in enumerate(group.layers)}
+
     def place_of_layer(self, layer: int) -> tuple[LayerGroup, int]:
         """The group of a model layer and the layer's position inside that group's blocks."""
-        for group in self.groups:
-            if layer in group.layers:
-                return group, group.layers.index(layer)
-        raise ConfigError(f"layer={layer}: the layout has layers 0..{len(self.layers) - 1}")
+        place = self._places.get(layer)
+        if place is None:
+            raise ConfigError(f"layer={layer}: the layout has layers 0..{len(self.layers) - 1}")
+        return place
 
     @property
     def bytes_per_token(self) -> float:

@@ -26,7 +26,7 @@ def test_a_window_never_needs_more_than_full_attention_and_one_block(seq_len: in
     full = blocks_per_sequence(seq_len, 0, None, tokens_per_block)
     held = blocks_per_sequence(seq_len, 0, window, tokens_per_block)
     assert full == -(-seq_len // tokens_per_block)
-    assert held <= full + 1
+    assert held == full if seq_len <= window else held <= full + 1
     # Wherever the window begins inside a block, what it covers fits.
     first = max(0, seq_len - window) // tokens_per_block
     assert held >= full - first
@@ -54,18 +54,18 @@ def test_groups_are_numbered_by_window_then_full_attention_then_the_other_kinds(
 def test_heads_dimensions_and_dtypes_that_differ_make_groups_of_their_own() -> None:
     layout = KVLayout([LayerSpec.attention(8, 16), LayerSpec.attention(4, 16), LayerSpec.attention(8, 32), LayerSpec.attention(8, 16),
                        LayerSpec.attention(8, 16, dtype="int8"), LayerSpec.attention(8, 16, value_dim=8),
-                       LayerSpec.attention(8, 16, scale_bytes=1), LayerSpec.attention(8, 16, window=4, sinks=4),
+                       LayerSpec.attention(8, 16, scale_bytes=1), LayerSpec.attention(8, 16, window=4, sinks=2),
                        LayerSpec.attention(8, 16, window=4)], "float16", 4)
     assert len(layout.groups) == 8
     assert layout.groups[2].layers == (0, 3)
 
 
 def test_a_group_says_what_the_ledger_needs() -> None:
-    layout = KVLayout([LayerSpec.attention(2, 8, window=10, sinks=5), LayerSpec.recurrent(64, 8), LayerSpec.attention(2, 8, sinks=5)],
+    layout = KVLayout([LayerSpec.attention(2, 8, window=10, sinks=5), LayerSpec.recurrent(64, 8), LayerSpec.attention(2, 8)],
                       "float16", 4)
     window, full, recurrent = layout.groups
     assert (window.window, window.sinks, window.sink_bubble) == (10, 5, 3)
-    assert (full.sinks, full.sink_bubble) == (5, 0), "without a window nothing leaves"
+    assert (full.window, full.sinks, full.sink_bubble) == (None, 0, 0)
     assert (recurrent.snapshot_interval, full.snapshot_interval) == (8, 0)
     assert [group.max_blocks(16) for group in layout.groups] == [5, 4, 4]
     assert window.max_blocks(4) == 1
@@ -87,6 +87,8 @@ def test_a_window_that_is_no_multiple_of_the_block_is_fine() -> None:
     (lambda: LayerSpec.attention(1, 8, indexer_bytes=1.5), "indexer_bytes=1.5"),  # type: ignore[arg-type]
     (lambda: LayerSpec.mla(8, 8, scale_bytes=True), "scale_bytes=True"),
     (lambda: LayerSpec.attention(1, 8, sinks=-1), "sinks=-1"),
+    (lambda: LayerSpec.attention(1, 8, sinks=4), "sinks=4 with window=None"),
+    (lambda: LayerSpec.attention(1, 8, window=4, sinks=4), "sinks=4 with window=4"),
     (lambda: LayerSpec.attention(0, 8), "num_kv_heads=0")])
 def test_a_number_outside_its_limits_names_itself(make: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -100,7 +102,7 @@ def test_the_description_holds_every_group_and_names_side_data_only_where_there_
     groups = json.loads(KVLayout(specs, "float16", 4).describe())["groups"]
     assert [(group.get("scale_bytes"), group.get("indexer_bytes")) for group in groups] == [(None, None), (1, None), (None, 12)]
     descriptions = {KVLayout([spec], "float16", 4).describe() for spec in (
-        *specs, LayerSpec.attention(1, 8, window=4), LayerSpec.attention(1, 8, sinks=4, window=4), LayerSpec.cross(1, 8),
+        *specs, LayerSpec.attention(1, 8, window=4), LayerSpec.attention(1, 8, sinks=3, window=4), LayerSpec.cross(1, 8),
         LayerSpec.attention(1, 8, value_dim=4), LayerSpec.recurrent(64, 4), LayerSpec.recurrent(64, 8), LayerSpec.mla(8, 8))}
     assert len(descriptions) == 10, "another layout is another namespace"
 

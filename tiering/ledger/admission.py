@@ -128,7 +128,7 @@ class BatchPlanner:
             for block in plan.rows[group]:
                 if block.id >= 0:
                     held.add(block.id)
-            if plan.partial:
+            if plan.partial and plan.partial[group].id >= 0:
                 held.add(plan.partial[group].id)
         return held
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvtier.errors import RequestError
+from kvtier.policies.eviction import NOT_QUEUED
 from kvtier.policies.retention import DEFAULT_PRIORITY
+from kvtier.pools.pool_index import PRIMARY
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
 from kvtier.tiering.ledger.room import require_room
@@ -49,6 +51,10 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
     for group, count in enumerate(needed):
         if count > state.allocators[group].queues.num_free(0):
             require_room(state, needed, NOTHING_WANTED, f"one more step of requests {list(ids)}", frozenset(ids))
+    if state.has_window:
+        for sequence, appended in zip(batch, tokens, strict=True):
+            if appended:
+                _leave_windows(state, sequence)  # of the whole batch, before anybody takes a block: the room was counted so
     for sequence, appended in zip(batch, tokens, strict=True):
         if appended:
             _append(state, sequence, appended if sequence.request.beam_width == 1 else appended[:1])
@@ -63,7 +69,7 @@ def _needed(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, coun
         return 0
     new_positions = geometry.num_blocks(num_tokens + count) - len(row.blocks)
     if geometry.kind == RECURRENT:
-        if new_positions and _is_snapshot(state, sequence, row, num_tokens):
+        if new_positions and _is_snapshot(state, sequence, row, num_tokens, count):
             return 1
         return _num_tail_copies(row)
     needed = new_positions * (len(row.other_beams) + 1)
@@ -114,17 +120,24 @@ def _append(state: LedgerState, sequence: ActiveSequence, appended: Sequence[int
         if geometry.kind == RECURRENT:
             _carry_state_on(state, sequence, row, old, total, priority, duration)
             continue
-        depart(state, row, geometry.num_departed(old + 1))
         allocator = state.allocators[row.group]
+        has_open_tail = _has_open_tail(state, row, old)  # of all beams: asked before the first one grows
         for beam in range(len(row.other_beams) + 1):
             blocks = row.beam(beam)
-            if _has_open_tail(state, row, old):
+            if has_open_tail:
                 make_writable(state, row, beam, len(blocks) - 1)
             while len(blocks) < total:
                 block = allocator.take(priority, duration)
                 block.ref_count = 1
                 blocks.append(block)
     sequence.computed = sequence.num_tokens - 1
+
+
+def _leave_windows(state: LedgerState, sequence: ActiveSequence) -> None:
+    for row in sequence.rows:
+        geometry = state.geometries[row.group]
+        if geometry.kind == WINDOW:
+            depart(state, row, geometry.num_departed(sequence.num_tokens + 1))
 
 
 def depart(state: LedgerState, row: SequenceRow, num_departed: int) -> None:
@@ -146,6 +159,9 @@ def depart(state: LedgerState, row: SequenceRow, num_departed: int) -> None:
                 block.duration = 0.0
                 block.expires_at = 0.0
                 allocator.release(block)
+                if block.queue != NOT_QUEUED and not block.has_content:  # like everything that leaves a window, to the back
+                    allocator.queues.claim(block)
+                    allocator.queues.add_empty_last(block, PRIMARY)
 
 
 def _has_open_tail(state: LedgerState, row: SequenceRow, num_tokens: int) -> bool:
@@ -169,8 +185,13 @@ def _copy_tail_to_beams(state: LedgerState, sequence: ActiveSequence) -> None:
                 state.allocators[row.group].copy(first, blocks[-1], num_tokens)
 
 
-def _is_snapshot(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, num_tokens: int) -> bool:
-    """Whether the running state is at a point that is kept: the next token starts a block, and this many tokens are a snapshot."""
+def _is_snapshot(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, num_tokens: int, count: int) -> bool:
+    """Whether the running state is at a point that is kept: the next token starts a block, and this many tokens are a snapshot.
+
+    When several tokens are appended at once, the state has moved on with them already, unless the engine said that it has not.
+    """
+    if count > 1 and sequence.computed != num_tokens:
+        return False
     if not state.reuse or num_tokens % state.tokens_per_block or sequence.request.skip_write or sequence.request.beam_width > 1:
         return False
     return state.geometries[row.group].keeps_state(num_tokens // state.tokens_per_block - 1, sequence.request.num_tokens)
@@ -181,7 +202,7 @@ def _carry_state_on(state: LedgerState, sequence: ActiveSequence, row: SequenceR
     """The running state always stands in the last block: the same handle moves on, unless its content has to stay for others."""
     allocator = state.allocators[row.group]
     new_positions = total - len(row.blocks)
-    stays = new_positions > 0 and _is_snapshot(state, sequence, row, old)
+    stays = new_positions > 0 and _is_snapshot(state, sequence, row, old, sequence.num_tokens - old)
     for beam in range(len(row.other_beams) + 1):
         blocks = row.beam(beam)
         running = blocks[-1]

@@ -65,8 +65,8 @@ def _check_rows(ledger: Ledger, allocator: BlockAllocator) -> None:
                 if (block.id < 0) != is_out and geometry.kind != RECURRENT:
                     _fail(f"{name}: position {position} {'has no block' if block.id < 0 else 'has left the window'}, "
                           f"{row.num_departed} have left")
-            if blocks and blocks[-1].id < 0:
-                _fail(f"{name}: the last position has no block")
+            if blocks and blocks[-1].id < 0 and geometry.kind == RECURRENT:
+                _fail(f"{name}: the last position has no block for the running state")
 
 
 def _check_references(ledger: Ledger, allocator: BlockAllocator) -> None:
@@ -128,8 +128,8 @@ def _check_counters(allocator: BlockAllocator) -> None:
     queues = allocator.queues
     for level in range(NUM_LEVELS):
         members = queues.members(level)
-        if len(members) != queues.free[level]:
-            _fail(f"{LEVEL_NAMES[level]}: {len(members)} handles queued, counter says {queues.free[level]}")
+        if len(members) != queues.num_free(level):
+            _fail(f"{LEVEL_NAMES[level]}: {len(members)} handles queued, counter says {queues.num_free(level)}")
         lengths = [queues.heads[level * LISTS_PER_LEVEL + priority].length for priority in range(NUM_PRIORITIES)]
         if sum(lengths) != queues.evictable[level]:
             _fail(f"{LEVEL_NAMES[level]}: {sum(lengths)} evictable, counter says {queues.evictable[level]}")
@@ -149,8 +149,8 @@ def _check_counters(allocator: BlockAllocator) -> None:
         if unreferenced_busy != allocator.num_unreferenced_busy[level]:
             _fail(f"{LEVEL_NAMES[level]}: {unreferenced_busy} busy slots of unreferenced handles, counter says "
                   f"{allocator.num_unreferenced_busy[level]}")
-        if queues.free[level] + used + unreferenced_busy + quarantined != allocator.num_blocks[level]:
-            _fail(f"{LEVEL_NAMES[level]}: free {queues.free[level]} + used {used} + busy {unreferenced_busy + quarantined} = "
+        if queues.num_free(level) + used + unreferenced_busy + quarantined != allocator.num_blocks[level]:
+            _fail(f"{LEVEL_NAMES[level]}: free {queues.num_free(level)} + used {used} + busy {unreferenced_busy + quarantined} = "
                   f"total {allocator.num_blocks[level]}")
 
 

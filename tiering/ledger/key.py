@@ -33,7 +33,7 @@ Identity = tuple[int | str | bytes | None, ...]
 
 
 class Namespace:
-    """What must agree before tokens are even compared: LoRA adapter, salt, use of extra ids (and their stable digests).
+    """What must agree before tokens are even compared: LoRA adapter, salt, use of extra ids (and their stable digests), encoder input.
 
     ``identity`` is what the tree finds a namespace by; ``chain_seed`` (32 bytes) starts its chain of keys. ``seed`` names the
     model, layout and format, so that chain keys of different models never meet.
@@ -43,8 +43,11 @@ class Namespace:
         self.seed = seed
         self.lora_id: int | None = request.lora_id
         self.cache_salt: str | None = request.cache_salt
+        self.encoder_digest: bytes | None = request.encoder_digest
         uses_extra_ids = request.extra_ids is not None
         self.identity: Identity = (self.lora_id, self.cache_salt, uses_extra_ids, request.lora_digest, request.extra_ids_digest)
+        if self.encoder_digest is not None:
+            self.identity = (*self.identity, self.encoder_digest)
         self.token_width = TOKEN_WITH_EXTRA_BYTES if uses_extra_ids else TOKEN_BYTES
         self._lora_digest: bytes | None = request.lora_digest
         self._extra_ids_digest: bytes | None = request.extra_ids_digest
@@ -61,13 +64,16 @@ class Namespace:
         if not self._chain_seed:
             lora_id, salt, lora_digest, extra_ids_digest = self.lora_id, self.cache_salt, self._lora_digest, self._extra_ids_digest
             uses_extra_ids = self.token_width != TOKEN_BYTES
-            digest = hashlib.sha256(b"kvtier namespace 1")
-            for part in (
+            parts = [
                 self.seed,
                 b"" if lora_id is None else (b"d" + lora_digest if lora_digest is not None else b"i%d" % lora_id),
                 b"" if salt is None else b"s" + salt.encode("utf-8", "surrogatepass"),
                 b"" if not uses_extra_ids else b"x" + (extra_ids_digest or b""),
-            ):
+            ]
+            if self.encoder_digest is not None:
+                parts.append(b"e" + self.encoder_digest)
+            digest = hashlib.sha256(b"kvtier namespace 1")
+            for part in parts:
                 digest.update(struct.pack("<Q", len(part)))
                 digest.update(part)
             self._chain_seed = digest.digest()

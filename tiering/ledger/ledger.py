@@ -150,18 +150,22 @@ class Ledger(LedgerState):
         """Full, computed blocks enter the reuse tree."""
         self._store(self.sequence(request_id), False)
 
-    def remove_sequence(self, request_id: int, store: bool) -> None:
-        """End a sequence. ``store`` keeps what was computed, the partial tail included, for reuse."""
+    def remove_sequence(self, request_id: int, store: bool) -> int | None:
+        """End a sequence. ``store`` keeps what was computed, the partial tail included, for reuse.
+
+        Returns the id, in the leading group, of the last of its blocks that a later prompt would find; None when nothing is stored.
+        """
         sequence = self.sequence(request_id)
+        last: int | None = None
         if store:
             self._store(sequence, True)
+            last = last_stored_id(sequence.rows[self.leading_group].blocks)
         del self.sequences[request_id]
         for row in sequence.rows:
             allocator = self.allocators[row.group]
             for beam in range(len(row.other_beams), -1, -1):
-                for block in reversed(row.beam(beam)):  # so that the tail is given up before the head
-                    if block.id >= 0:
-                        allocator.release(block)
+                allocator.release_many(row.beam(beam))
+        return last
 
     def _store(self, sequence: ActiveSequence, with_partial: bool) -> None:
         if may_store(self, sequence.request) and not sequence.must_preempt:
@@ -189,8 +193,7 @@ class Ledger(LedgerState):
         lease = Lease(self._next_lease, request_id, rows)
         self._next_lease += 1
         for group, blocks in enumerate(rows):
-            for block in blocks:
-                self.allocators[group].hold(block)
+            self.allocators[group].hold_many(blocks)
         self.leases[lease.lease_id] = lease
         return lease
 
@@ -199,8 +202,7 @@ class Ledger(LedgerState):
         if self.leases.pop(lease.lease_id, None) is None:
             raise RequestError(f"lease {lease.lease_id} of request {lease.request_id}: released already")
         for group, blocks in enumerate(lease.rows):
-            for block in reversed(blocks):
-                self.allocators[group].release(block)
+            self.allocators[group].release_many(blocks)
 
     # -- single blocks ---------------------------------------------------------------------------------------------------
 
@@ -328,6 +330,14 @@ class Ledger(LedgerState):
             for block in allocator.blocks:
                 if block.has_content:
                     allocator.forget(block)
+
+
+def last_stored_id(blocks: list[Block]) -> int | None:
+    """Id of the last block that stands in the tree."""
+    for block in reversed(blocks):
+        if block.node is not None:
+            return block.id
+    return None
 
 
 def _warm_order(row: WarmRow) -> int:

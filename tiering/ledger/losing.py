@@ -18,9 +18,10 @@ def lose(state: LedgerState, group: int, block: Block) -> None:
         state.tree.detach(block, group)
     allocator.drop_backings(block)
     for sequence in state.sequences.values():
-        position = _position_of(sequence.rows[group], block)
+        row = sequence.rows[group]
+        position = _position_of(row, block)
         if position >= 0:
-            _fall_back(state, sequence, position)
+            _fall_back(state, sequence, position, state.geometries[group].kind == RECURRENT and position == len(row.blocks) - 1)
     allocator.end_call()
     if block.ref_count == 0 and not allocator.is_busy(block):
         allocator.queues.claim(block)
@@ -35,13 +36,17 @@ def _position_of(row: SequenceRow, block: Block) -> int:
     return -1
 
 
-def _fall_back(state: LedgerState, sequence: ActiveSequence, lost: int) -> None:
+def _fall_back(state: LedgerState, sequence: ActiveSequence, lost: int, is_running_state: bool) -> None:
     """Back to the longest prefix that every group still has. What was reused behind it is exchanged for private blocks, in every
-    group: the engine will compute it again."""
+    group: the engine will compute it again. A running state starts again as a copy of the one kept at the end of that prefix."""
     left = lost
-    if sequence.computed > lost * state.tokens_per_block:
+    if is_running_state:
+        left = min(left, (sequence.computed - 1) // state.tokens_per_block)  # not where it was: a copy that fails is not tried for ever
+    if state.has_recurrent or sequence.computed > lost * state.tokens_per_block:
+        left = min(left, sequence.computed // state.tokens_per_block) if state.has_recurrent else left
         while left > 0 and not _has_prefix(state, sequence, left):
             left -= 1
+    left = max(left, 0)
     sequence.computed = min(sequence.computed, left * state.tokens_per_block)
     sequence.valid = min(sequence.valid, sequence.computed)
     sequence.must_report = True
@@ -50,6 +55,10 @@ def _fall_back(state: LedgerState, sequence: ActiveSequence, lost: int) -> None:
         if state.geometries[row.group].kind != CROSS and not _make_private(state, sequence, row, left, end):
             sequence.must_preempt = True
             return
+    if left > 0:
+        for row in sequence.rows:
+            if state.geometries[row.group].kind == RECURRENT:
+                _start_from_kept(state, row, left - 1)
     sequence.num_prefix_blocks = min(sequence.num_prefix_blocks, left)
 
 
@@ -58,8 +67,7 @@ def _has_prefix(state: LedgerState, sequence: ActiveSequence, num_blocks: int) -
     for row in sequence.rows:
         geometry = state.geometries[row.group]
         if geometry.kind == RECURRENT:
-            snapshot = row.blocks[num_blocks - 1]
-            if num_blocks == len(row.blocks) or snapshot.id < 0 or snapshot.node is None:
+            if num_blocks == len(row.blocks) or row.blocks[num_blocks - 1].id < 0:
                 return False
         elif geometry.kind == WINDOW:
             first = geometry.num_sink_blocks + geometry.num_departed(num_blocks * state.tokens_per_block)
@@ -67,6 +75,16 @@ def _has_prefix(state: LedgerState, sequence: ActiveSequence, num_blocks: int) -
                 if row.blocks[position].id < 0:
                     return False
     return True
+
+
+def _start_from_kept(state: LedgerState, row: SequenceRow, position: int) -> None:
+    """Every beam's running state becomes a copy of the state kept at the end of this block."""
+    copied: set[int] = set()
+    for beam in range(len(row.other_beams) + 1):
+        blocks = row.beam(beam)
+        if blocks[-1].id not in copied:
+            copied.add(blocks[-1].id)
+            state.allocators[row.group].copy(blocks[position], blocks[-1], 0)
 
 
 def _make_private(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, first: int, end: int) -> bool:

@@ -9,7 +9,7 @@ from kvtier.policies.eviction import eviction_queues
 from kvtier.pools.pool_index import NUM_LEVELS
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.events import EventLog
-from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, GroupGeometry, GroupSpec
+from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupGeometry, GroupSpec
 from kvtier.tiering.ledger.moves import MoveLog
 from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.ledger.sequence import ActiveSequence, Lease
@@ -23,8 +23,10 @@ class LedgerState:
     Attributes:
         geometries, allocators: by group.
         prefix_groups: groups that a reused prefix must be present in: all but cross-attention.
-        leading_group: the group whose handle stands for a place in the tree: a full-attention one if there is any.
+        leading_group: the group whose handle stands for a place in the tree: a full-attention one if there is any, never a
+            cross-attention one beside others.
         is_single: one full-attention group, the common case.
+        has_window: some layers attend to the last tokens only.
         has_recurrent: some layers keep a running state, which can be found again at snapshots only.
         has_cross: some layers attend to an encoder's output.
         reuse, partial_reuse: whether anything stored is ever matched, and whether the first tokens of a block are.
@@ -46,8 +48,9 @@ class LedgerState:
         self.leases: dict[int, Lease] = {}
         self.prefix_groups = [number for number, group in enumerate(self.groups) if group.kind != CROSS]
         full = [number for number, group in enumerate(self.groups) if group.kind == FULL]
-        self.leading_group = full[0] if full else 0
+        self.leading_group = [*full, *self.prefix_groups, 0][0]
         self.is_single = len(self.groups) == 1 and self.groups[0].kind == FULL
+        self.has_window = any(group.kind == WINDOW for group in self.groups)
         self.has_recurrent = any(group.kind == RECURRENT for group in self.groups)
         self.has_cross = any(group.kind == CROSS for group in self.groups)
         # The bubble moves tokens to other places inside their blocks than in a group without it: no common blocks to find again.
