@@ -183,7 +183,7 @@ class BlockAllocator(FileLevel):
     def release_many(self, blocks: list[Block]) -> None:
         """:meth:`release` for each but placeholders, the last one first: so a prompt's tail is given up before its head."""
         queues = self.queues
-        anything_busy = len(self.busy) > 0
+        anything_busy = self.num_busy[PRIMARY] > 0
         stamp = queues.next_stamp
         open_queue = NOT_QUEUED    # the list at whose back a run is being linked
         last: QueueRecord = self.placeholder
@@ -199,7 +199,7 @@ class BlockAllocator(FileLevel):
             assert references == 0
             block.ref_count = 0
             index = block.index
-            if block.node is None or block.extra is not None or anything_busy or level_of(index) != PRIMARY:
+            if block.node is None or block.extra is not None or level_of(index) != PRIMARY or (anything_busy and index in self.busy):
                 if count > 0:
                     queues.appended(last, open_queue, count)
                     count = 0

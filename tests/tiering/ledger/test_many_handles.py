@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import CapacityError
-from kvtier.policies.eviction import NOT_QUEUED, eviction_queues
-from kvtier.pools.pool_index import NUM_LEVELS, NVME, PRIMARY, level_of, slot_of
+from kvtier.policies.eviction import BACKING, KEPT_BACKING, LISTS_PER_LEVEL, NOT_QUEUED, eviction_queues
+from kvtier.pools.pool_index import NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
@@ -34,6 +34,7 @@ class Rig:
         self.at_once = at_once
         self.held: list[list[Block]] = []
         self.transfers: list[Move] = []
+        self.accesses: list[tuple[int, int]] = []
 
     def take(self, count: int, priority: int = 35, duration: float = 0.0) -> list[Block]:
         if self.at_once:
@@ -144,6 +145,10 @@ class Rig:
             assert sum(map(allocator.is_busy, unreferenced)) == allocator.num_unreferenced_busy[level]
         referenced = sum(1 for block in allocator.holders[PRIMARY] if block.ref_count > 0)
         assert referenced == allocator.num_blocks[PRIMARY] - allocator.queues.num_free(PRIMARY) - allocator.num_unreferenced_busy[PRIMARY]
+        for spare in allocator.holders[NVME]:
+            if spare.owner is not None and spare.queue != NOT_QUEUED:
+                is_kept = level_of(spare.owner.index) == SECONDARY
+                assert spare.queue % LISTS_PER_LEVEL == (KEPT_BACKING if is_kept else BACKING)
         assert allocator.placeholder.ref_count == 0
         assert allocator.placeholder.queue == NOT_QUEUED
 
@@ -155,13 +160,17 @@ def held_ids(blocks: list[Block]) -> list[int]:
 small = st.integers(0, 7)
 steps = st.lists(st.one_of(
     st.tuples(st.just("take"), st.integers(1, 9), st.sampled_from((20, 35, 35, 80)), st.sampled_from((0.0, 0.0, 2.0))),
+    st.tuples(st.just("serve"), st.integers(2, 5), small, st.sampled_from((20, 35, 35, 80))),
+    st.tuples(st.just("serve"), st.integers(2, 5), small, st.sampled_from((20, 35, 35, 80))),
     st.tuples(st.just("store"), small, small, st.just(0)),
     st.tuples(st.just("release"), small, small, st.just(0)),
     st.tuples(st.just("hold"), small, st.sampled_from(("forward", "backward", "twice", "gaps", "mixed")), small),
     st.tuples(st.just("time"), st.integers(1, 3), st.just(0), st.just(0)),
     st.tuples(st.just("write"), st.just(0), st.just(0), st.just(0)),
     st.tuples(st.just("end"), small, st.sampled_from((0, 0, 0, 1, 2)), st.just(0)),
-), max_size=40)
+    st.tuples(st.just("access"), st.integers(0, 15), st.just(0), st.just(0)),
+    st.tuples(st.just("end access"), small, st.just(0), st.just(0)),
+), min_size=8, max_size=40)
 
 
 def perform(rig: Rig, step: tuple[object, ...]) -> str:
@@ -172,6 +181,10 @@ def perform(rig: Rig, step: tuple[object, ...]) -> str:
         if allocator.queues.num_free(PRIMARY) < first:
             return "full"
         rig.take(first, second, third)
+    elif verb == "serve":
+        if allocator.queues.num_free(PRIMARY) < first:
+            return "full"
+        stored(rig, first, second, third)
     elif verb == "store" and rig.held:
         rig.store(rig.held[first % len(rig.held)], second)
     elif verb == "release" and rig.held:
@@ -201,12 +214,18 @@ def perform(rig: Rig, step: tuple[object, ...]) -> str:
         allocator.write_ahead()
     elif verb == "end":
         rig.end_transfer(first, second)
+    elif verb == "access":
+        block = allocator.blocks[first % len(allocator.blocks)]
+        allocator.begin_access(block)
+        rig.accesses.append((level_of(block.index), slot_of(block.index)))
+    elif verb == "end access" and rig.accesses:
+        allocator.end_access(*rig.accesses.pop(first % len(rig.accesses)))
     return ""
 
 
 @pytest.mark.parametrize("num_blocks", [(12, 0, 0), (8, 5, 0), (6, 4, 6)])
 @given(steps=steps, keep_backing=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_many_at_once_equal_one_by_one(num_blocks: tuple[int, int, int], steps: list[tuple[object, ...]], keep_backing: bool) -> None:
     many, single = Rig(num_blocks, keep_backing, True), Rig(num_blocks, keep_backing, False)
     for step in steps:
@@ -252,6 +271,19 @@ def test_a_run_of_victims_ends_where_another_prompt_begins_and_all_of_them_are_r
     assert rig.allocator.counters.dropped == 5
 
 
+def test_a_run_of_victims_ends_before_a_block_that_need_not_be_dropped() -> None:
+    rig = Rig((3, 0, 1))
+    head, backed, tail = stored(rig, 3, 1)
+    [spare] = rig.allocator.holders[NVME]
+    rig.allocator.queues.claim(spare)
+    backed.add_backing(spare)
+    rig.allocator.queues.add_backing(spare, NVME)
+    assert rig.take(2) == [tail, spare]
+    assert (backed.node is not None, level_of(backed.index)) == (True, NVME)
+    assert head.node is not None
+    assert rig.allocator.counters.dropped == 1
+
+
 def test_the_placeholder_is_passed_over_and_has_no_place() -> None:
     rig = Rig((4, 0, 0))
     placeholder = rig.allocator.placeholder
@@ -273,6 +305,19 @@ def test_a_block_held_twice_is_released_by_the_last_of_them() -> None:
     assert block.queue == NOT_QUEUED
     rig.allocator.release_many([block])
     assert block.queue != NOT_QUEUED
+
+
+def test_a_busy_block_that_nobody_holds_any_more_is_queued_when_it_is_busy_no_longer() -> None:
+    rig = Rig((4, 0, 0))
+    head, busy, tail = stored(rig, 3, 1)
+    rig.allocator.hold_many([head, busy, tail])
+    rig.allocator.begin_access(busy)
+    rig.allocator.release_many([head, busy, tail])
+    assert busy.queue == NOT_QUEUED
+    assert rig.allocator.num_unreferenced_busy[PRIMARY] == 1
+    rig.allocator.end_access(PRIMARY, slot_of(busy.index))
+    rig.check()
+    assert rig.allocator.queues.members(PRIMARY)[1:] == [tail, busy, head], "in the order of the release"
 
 
 def test_releasing_what_nobody_holds_is_a_bug_that_is_noticed() -> None:
