@@ -19,6 +19,7 @@ from kvtier.policies.retention import DEFAULT_PRIORITY
 from kvtier.pools.pool_index import PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger import ledger as ledger_module
 from kvtier.tiering.ledger.events import Event, Stored
+from kvtier.tiering.ledger.group import GroupSpec
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Discard, Move
 from kvtier.tiering.ledger.request import Request
@@ -47,12 +48,12 @@ def new_ledger(primary: int, secondary: int, nvme: int, *, offload: bool = True,
     """
     threshold = DEFAULT_PRIORITY if offload else DEFAULT_PRIORITY + 1
     rules = LedgerRules(secondary_offload_min_priority=threshold, max_events=MAX_EVENTS if events else 0)
-    return Ledger((primary, secondary, nvme), TOKENS_PER_BLOCK, rules)
+    return Ledger([GroupSpec((primary, secondary, nvme))], TOKENS_PER_BLOCK, rules)
 
 
 def free_primary(ledger: Ledger) -> int:
     """Unreferenced primary blocks, cached content included."""
-    return ledger.allocator.queues.free[PRIMARY]
+    return ledger.allocators[0].queues.num_free(PRIMARY)
 
 
 def num_dropped(ledger: Ledger) -> int:

@@ -1,7 +1,8 @@
 """Copiers, chosen from a (destination level, source level) table: whole and partial block copies between memories.
 
 The table has no entry for a file. What comes from NVMe is read and verified into staging memory first, so the entries
-with NVMe as their source copy from staging slots.
+with NVMe as their source copy from staging slots. A block of several sections (block scales, say) is copied row by row
+between host memories, and section by section where one end is the primary pool.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ import numpy.typing as npt
 import torch
 
 from kvtier.io.copy_runs import Run, check_slots, coalesce, rows_per_run
-from kvtier.io.cuda_copier import CudaCopier, CudaMemory
+from kvtier.io.cuda_copier import CudaCopier
 from kvtier.io.cuda_stream import load_cuda
 from kvtier.kernels.partial_copy import copy_partial_blocks
+from kvtier.pools.block_sections import BlockSection
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.layout import LayerGroup
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY
-from kvtier.pools.primary import TORCH_DTYPES, PrimaryPool
+from kvtier.pools.primary import TORCH_DTYPES, PrimaryPool, SectionPool
 
 Rows = npt.NDArray[np.uint8]
+Memory = PrimaryPool | HostArena
 
 GATHER_BYTES: Final = 64 << 20
 """The most that one gathering call moves: large enough that handing the GIL back and forth does not count, small enough
@@ -38,7 +41,8 @@ class Copier(Protocol):
 
         Args:
             pairs: (source slot, destination slot). No destination slot occurs twice or is a source of the same call.
-            num_tokens: 0 for whole blocks, n > 0 for the first n tokens of each head, layer and field.
+            num_tokens: 0 for whole blocks, n > 0 for the first n tokens of each head, layer and field. What cannot be cut
+                at a token (block scales, indexer keys, recurrent state) goes whole all the same.
 
         Raises:
             IndexError: a slot outside its pool; nothing has been copied then.
@@ -46,33 +50,54 @@ class Copier(Protocol):
 
 
 class HostCopier:
-    """Copies between two memories of the host.
+    """Copies blocks of one group between two memories of the host."""
+
+    def __init__(self, source: Memory, destination: Memory, group: LayerGroup) -> None:
+        self._num_sources = num_slots(source)
+        self._num_destinations = num_slots(destination)
+        self._tokens_per_block = group.tokens_per_block
+        by_section = [RowCopier(section_rows(source, section), section_rows(destination, section)) for section in group.sections]
+        self._whole = by_section
+        if isinstance(source, HostArena) and isinstance(destination, HostArena):
+            # Between two arenas a block is one row, whatever it consists of.
+            self._whole = [RowCopier(source.rows, destination.rows)]
+        self._beside = [copier for copier, section in zip(by_section, group.sections, strict=True) if not section.is_by_token]
+        self._by_token = [(section_blocks(destination, section), section_blocks(source, section))
+                          for section in group.sections if section.is_by_token]
+
+    def copy(self, pairs: Sequence[tuple[int, int]], num_tokens: int = 0) -> None:
+        """Copy now, in the calling thread."""
+        if not pairs:
+            return
+        check_slots(pairs, self._num_sources, self._num_destinations)
+        copiers = self._whole
+        if 0 < num_tokens < self._tokens_per_block:
+            for destination, source in self._by_token:
+                copy_partial_blocks(destination, source, pairs, num_tokens)
+            copiers = self._beside
+        for copier in copiers:
+            copier.copy(pairs)
+
+
+class RowCopier:
+    """Copies rows between two arrays of the host, uint8 ``[slots, bytes]``.
 
     A copy that releases the GIL has to get it back after each call, which costs up to a switch interval (5 ms) beside a
     busy Python thread. So the aim is few calls: one for each run of neighbours, one for many scattered sources whose
     destinations are neighbours. Index assignment (``a[i] = b[j]``) holds the GIL and is never used.
     """
 
-    def __init__(self, source: Rows, destination: Rows, source_blocks: torch.Tensor,
-                 destination_blocks: torch.Tensor) -> None:
+    def __init__(self, source: Rows, destination: Rows) -> None:
         self._source = source
         self._destination = destination
-        self._source_blocks = source_blocks
-        self._destination_blocks = destination_blocks
         self._max_rows = rows_per_run(destination.shape[1])
         self._gather_rows = max(1, GATHER_BYTES // destination.shape[1])
         # np.take reads a strided source, writes a strided result and copes with overlap by an extra copy of everything.
         self._can_gather = bool(source.flags.c_contiguous and destination.flags.c_contiguous
                                 and not np.may_share_memory(source, destination))
 
-    def copy(self, pairs: Sequence[tuple[int, int]], num_tokens: int = 0) -> None:
-        """Copy now, in the calling thread."""
-        if not pairs:
-            return
-        check_slots(pairs, len(self._source), len(self._destination))
-        if num_tokens > 0:
-            copy_partial_blocks(self._destination_blocks, self._source_blocks, pairs, num_tokens)
-            return
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy rows whose numbers have been checked."""
         runs = coalesce(pairs, self._max_rows)
         position = 0
         while position < len(runs):
@@ -112,7 +137,7 @@ def open_copiers(pools: GroupPools, staging: HostArena | None, device: str) -> d
         staging: where blocks read from NVMe arrive; None without an NVMe level.
         device: a device's name, as ``Device.name`` gives it.
     """
-    memories: dict[int, PrimaryPool | HostArena] = {PRIMARY: pools.primary}
+    memories: dict[int, Memory] = {PRIMARY: pools.primary}
     if pools.secondary is not None:
         memories[SECONDARY] = pools.secondary
     pairs = [(destination, source) for destination in memories for source in memories]
@@ -120,27 +145,46 @@ def open_copiers(pools: GroupPools, staging: HostArena | None, device: str) -> d
         pairs += [(destination, NVME) for destination in memories]
         memories[NVME] = staging
     if device == "cpu":
-        rows = {level: host_rows(memory) for level, memory in memories.items()}
-        blocks = {level: typed_blocks(memory, pools.group) for level, memory in memories.items()}
-        return {(destination, source): HostCopier(rows[source], rows[destination], blocks[source], blocks[destination])
+        return {(destination, source): HostCopier(memories[source], memories[destination], pools.group)
                 for destination, source in pairs}
     cuda = load_cuda()
-    places = {level: CudaMemory.of(memory) for level, memory in memories.items()}
-    return {(destination, source): CudaCopier(cuda, places[source], places[destination], pools.group)
+    return {(destination, source): CudaCopier(cuda, memories[source], memories[destination], pools.group)
             for destination, source in pairs}
 
 
-def host_rows(memory: PrimaryPool | HostArena) -> Rows:
-    """The blocks of a memory as uint8 ``[slots, block_bytes]``; the primary pool has to be on the CPU."""
+def num_slots(memory: Memory) -> int:
+    """Blocks that a memory holds."""
+    return memory.num_slots if isinstance(memory, HostArena) else memory.num_blocks
+
+
+def host_rows(memory: Memory) -> Rows:
+    """The blocks of a memory as uint8 ``[slots, block_bytes]``; a primary pool on the CPU whose blocks have one section."""
     if isinstance(memory, HostArena):
         return memory.rows
     rows: Rows = memory.rows.numpy()
     return rows
 
 
-def typed_blocks(memory: PrimaryPool | HostArena, group: LayerGroup) -> torch.Tensor:
+def typed_blocks(memory: Memory, group: LayerGroup) -> torch.Tensor:
     """The blocks of a memory as ``[slots, layers, kv_factor, heads, tokens_per_block, head_dim]``, the group's dtype."""
+    return section_blocks(memory, group.sections[0])
+
+
+def section_rows(memory: Memory, section: BlockSection) -> Rows:
+    """One section of all blocks, uint8 ``[slots, section bytes]``; the primary pool has to be on the CPU."""
+    if isinstance(memory, HostArena):
+        return memory.rows[:, section.offset:section.offset + section.num_bytes]
+    rows: Rows = _of(memory, section).rows.numpy()
+    return rows
+
+
+def section_blocks(memory: Memory, section: BlockSection) -> torch.Tensor:
+    """One section of all blocks, ``[slots, *section.shape]`` in the section's dtype."""
     if isinstance(memory, PrimaryPool):
-        return memory.tensor
-    rows = torch.from_numpy(memory.rows).view(TORCH_DTYPES[group.dtype])
-    return rows.view(memory.num_slots, *group.block_shape)
+        return _of(memory, section).tensor
+    rows = torch.from_numpy(section_rows(memory, section)).view(TORCH_DTYPES[section.dtype])
+    return rows.view(memory.num_slots, *section.shape)
+
+
+def _of(memory: PrimaryPool, section: BlockSection) -> SectionPool:
+    return next(pool for pool in memory.sections if pool.section == section)

@@ -7,29 +7,37 @@ and filled before every step. The rows of sequences that have ended become null.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from itertools import chain
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvtier.errors import ConfigError, RequestError
 from kvtier.kernels.checks import NULL_ENTRY
+from kvtier.pools.layout import LayerGroup
+from kvtier.pools.pool_index import LEVEL_NAMES, PRIMARY, PoolIndex, level_of
 
 _MAX_PAGES: Final = 2**31 - 1
+
+Row = Sequence[int | None]
+"""What a row is made of: a list, an ``array`` or a numpy array of whole numbers. None and negative numbers: no page here."""
 
 
 class OffsetTable:
     """Block table of one group of layers, int32 ``[max_rows, 2, max_blocks]``.
 
     Entry of field f (0 keys, 1 values) = slot * num_layers * kv_factor + f: the first page of the block's field, to
-    which a kernel adds layer * kv_factor. With ``kv_factor`` 1 both fields are the same page. For a pool with layers in
-    front (``[layers, blocks, kv_factor, ...]``) pass ``num_layers=1``. Unused entries are null (-1).
+    which a kernel adds layer * kv_factor. With ``kv_factor`` 1 both fields are the same page. For pages of a single layer
+    (``[blocks, kv_factor, ...]``, recurrent state) pass ``num_layers=1``. Unused entries are null (-1), and so are places
+    without a block: one that left the window, or a placeholder between two kept states.
 
     Args:
-        max_rows: sequences (times beams) of the largest batch.
-        max_blocks: blocks of the longest sequence.
+        max_rows: sequences times beams of the largest batch.
+        max_blocks: block positions of the longest sequence (``LayerGroup.max_blocks``).
         num_layers: layers in a block of this group.
-        kv_factor: 2, or 1 where one row serves as key and value.
+        kv_factor: 2, or 1 where one row serves as key and value, or keys and values lie in tensors of their own.
         num_blocks: slots of the primary pool; a slot outside is refused.
         device: where kernels read it ("cpu", "cuda", "cuda:1").
 
@@ -58,18 +66,28 @@ class OffsetTable:
         on_host = self._tensor.device.type == "cpu"
         self._staging = self._tensor if on_host else self._tensor.to("cpu").pin_memory()
         self._host = self._staging.numpy()
+        self._columns = np.arange(max_blocks)
         self._filled_rows = 0
+        self._filled_blocks = 0
+
+    @classmethod
+    def for_group(cls, group: LayerGroup, *, max_rows: int, max_blocks: int, num_blocks: int,
+                  device: str | torch.device = "cpu") -> OffsetTable:
+        """The table of a group; its layers and factor say what an entry counts. Arguments and errors as above."""
+        return cls(max_rows=max_rows, max_blocks=max_blocks, num_layers=group.table_layers, kv_factor=group.table_factor,
+                   num_blocks=num_blocks, device=device)
 
     @property
     def tensor(self) -> torch.Tensor:
         """The whole buffer, always the same one: int32 ``[max_rows, 2, max_blocks]``."""
         return self._tensor
 
-    def fill(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Make the table of a batch: ``rows[i]`` are the primary slots of sequence i, in the order of its tokens.
+    def fill(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Make the table of a batch: ``rows[i]`` are the primary slots of sequence (or beam) i, in the order of its tokens.
 
-        On a GPU the copy runs on torch's current stream and the host waits for it. That must be the stream whose kernels
-        read the table: on another one the copy would not wait for those of the batch before.
+        None or a negative number: there is no page at this place. On a GPU the copy runs on torch's current stream and the
+        host waits for it. That must be the stream whose kernels read the table: on another one the copy would not wait for
+        those of the batch before.
 
         Returns:
             The first ``len(rows)`` rows of :attr:`tensor`, a view. It holds until the next ``fill``.
@@ -78,27 +96,73 @@ class OffsetTable:
             RequestError: too many rows, a row that is too long, a slot outside the pool. The table has not changed
                 then.
         """
+        lengths = self._lengths(rows)
+        return self._write(_join(rows, int(lengths.sum())), lengths)
+
+    def fill_indices(self, rows: Sequence[Row]) -> torch.Tensor:
+        """As :meth:`fill`, from pool indices: a block that is not at the primary level is a RequestError too."""
+        lengths = self._lengths(rows)
+        indices = _join(rows, int(lengths.sum()))
+        lower = indices & 3 != PRIMARY
+        if lower.any() and (lower := lower & (indices >= 0)).any():
+            place = int(lower.argmax())
+            row, column = _place(place, lengths)
+            index = PoolIndex(int(indices[place]))
+            raise RequestError(f"OffsetTable: row {row} names at block {column} slot {index >> 2} of the {LEVEL_NAMES[level_of(index)]} "
+                               "level; only blocks at the primary level can be in a table: wait until the sequence is ready")
+        return self._write(indices >> 2, lengths)  # a negative number stays one
+
+    def _lengths(self, rows: Sequence[Row]) -> npt.NDArray[np.int64]:
+        """Blocks of each row, checked against the table's size."""
         max_rows, _, max_blocks = self._host.shape
         if len(rows) > max_rows:
             raise RequestError(f"OffsetTable: {len(rows)} rows: the table was made for {max_rows}; "
                                "make smaller batches or raise max_batch_size")
-        slots = [np.asarray(row, dtype=np.int64) for row in rows]
-        for number, row in enumerate(slots):
-            if row.size > max_blocks:
-                raise RequestError(f"OffsetTable: row {number} has {row.size} blocks: the table was made for "
-                                   f"{max_blocks}; raise max_seq_len")
-            outside = row[(row < 0) | (row >= self._num_blocks)]
-            if outside.size:
-                raise RequestError(f"OffsetTable: row {number} names slot {int(outside[0])}: the primary pool has slots 0 "
-                                   f"to {self._num_blocks - 1}; only blocks at the primary level can be in a table")
-        for number, row in enumerate(slots):
-            first = row * self._pages_per_block
-            self._host[number, 0, :row.size] = first
-            self._host[number, 1, :row.size] = first + self._value_field
-            self._host[number, :, row.size:] = NULL_ENTRY
-        self._host[len(slots):self._filled_rows] = NULL_ENTRY
-        changed = max(len(slots), self._filled_rows)
-        self._filled_rows = len(slots)
+        lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+        if len(rows) and lengths.max() > max_blocks:
+            number = int((lengths > max_blocks).argmax())
+            raise RequestError(f"OffsetTable: row {number} has {lengths[number]} blocks: the table was made for "
+                               f"{max_blocks}; raise max_seq_len")
+        return lengths
+
+    def _write(self, slots: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Write the slots of all rows, one row after the other; negative ones become null."""
+        num_rows = len(lengths)
+        longest = int(lengths.max()) if num_rows else 0
+        if len(slots) and int(slots.max()) >= self._num_blocks:
+            place = int((slots >= self._num_blocks).argmax())
+            raise RequestError(f"OffsetTable: row {_place(place, lengths)[0]} names slot {int(slots[place])}: the primary pool has "
+                               f"slots 0 to {self._num_blocks - 1}; only blocks at the primary level can be in a table")
+        keys = slots.astype(np.int32)
+        keys *= self._pages_per_block
+        values = keys + self._value_field
+        if len(slots) and int(slots.min()) < 0:
+            keys[slots < 0] = values[slots < 0] = NULL_ENTRY
+        changed, width = max(num_rows, self._filled_rows), max(longest, self._filled_blocks)
+        self._host[:changed, :, :width] = NULL_ENTRY
+        is_filled = self._columns[:longest] < lengths[:, None]
+        self._host[:num_rows, 0, :longest][is_filled] = keys
+        self._host[:num_rows, 1, :longest][is_filled] = values
+        self._filled_rows, self._filled_blocks = num_rows, longest
         if self._staging is not self._tensor:
             self._tensor[:changed].copy_(self._staging[:changed])
-        return self._tensor[:len(slots)]
+        return self._tensor[:num_rows]
+
+
+def _join(rows: Sequence[Row], total: int) -> npt.NDArray[np.int64]:
+    """All rows one after the other; None becomes -1."""
+    if rows and not isinstance(rows[0], (list, tuple)):
+        arrays: list[npt.NDArray[Any]] = [np.asarray(row) for row in rows]
+        if all(array.dtype.kind == "i" for array in arrays):  # no number is touched one by one
+            return np.concatenate(arrays).astype(np.int64)
+    try:
+        return np.fromiter(chain.from_iterable(rows), np.int64, total)
+    except TypeError:
+        return np.fromiter((-1 if slot is None else slot for slot in chain.from_iterable(rows)), np.int64, total)
+
+
+def _place(position: int, lengths: npt.NDArray[np.int64]) -> tuple[int, int]:
+    """Row and column of a position in the joined rows."""
+    ends = lengths.cumsum()
+    row = int(np.searchsorted(ends, position, side="right"))
+    return row, position - int(ends[row] - lengths[row])

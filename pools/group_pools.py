@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvtier.pools.host_arena import HostArena
-from kvtier.pools.layout import LayerGroup
+from kvtier.pools.layout import KVLayout, LayerGroup
 from kvtier.pools.primary import PrimaryPool
+from kvtier.pools.sizing import PoolSizes
 
 
 @dataclass
@@ -22,3 +24,26 @@ class GroupPools:
         self.primary.close()
         if self.secondary is not None:
             self.secondary.close()
+
+
+def open_group_pools(layout: KVLayout, sizes: PoolSizes, device: str) -> list[GroupPools]:
+    """The memory of all groups, by group number. Host memory is pinned unless the device is the CPU.
+
+    Args:
+        layout: whose groups.
+        sizes: blocks for each group; a group without secondary blocks gets no arena.
+        device: "cpu", "cuda" or "cuda:N".
+
+    Raises:
+        ConfigError: memory that cannot be had or pinned. Nothing stays allocated then.
+    """
+    made: list[GroupPools] = []
+    with ExitStack() as undo:  # pinned memory does not go away by itself
+        for group, primary_blocks, secondary_blocks in zip(layout.groups, sizes.primary, sizes.secondary, strict=True):
+            primary = PrimaryPool(group, primary_blocks, device)
+            undo.callback(primary.close)
+            secondary = HostArena(secondary_blocks, group.block_bytes, device != "cpu") if secondary_blocks else None
+            made.append(GroupPools(group, primary, secondary))
+            undo.callback(made[-1].close)
+        undo.pop_all()
+    return made

@@ -1,16 +1,19 @@
 """``PrimaryPool``: one group's blocks in device memory, where the engine's attention reads them (design: levels).
 
 Block-first: all layers of a block lie together, so a whole block is one contiguous row for a copy and one I/O for a
-file, and a layer's pages are a strided view into it.
+file, and a layer's pages are a strided view into it. What lies beside keys and values (block scales, the indexer's keys)
+has a tensor of its own with the same slots: so the pages of each kind follow one another, as block tables presuppose.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from kvtier.errors import ConfigError
+from kvtier.pools.block_sections import INDEXER, KEYS, KV, SCALES, STATE, VALUES, BlockSection
 from kvtier.pools.layout import LayerGroup
 
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
@@ -25,15 +28,27 @@ ALIGNMENT: Final = 4096
 _RECYCLED_BELOW: Final = 64 << 20
 
 
-class PrimaryPool:
-    """Device memory for ``num_blocks`` blocks of one group.
+@dataclass(frozen=True)
+class SectionPool:
+    """The memory of one section of all blocks.
 
     Attributes:
-        tensor: ``[blocks, layers, kv_factor, heads, tokens_per_block, head_dim]`` in the group's dtype, contiguous.
-            The first block starts on a 4096-byte boundary.
-        rows: uint8 ``[blocks, block_bytes]``, the same memory, one contiguous row per block.
-        pages: ``[blocks * layers * kv_factor, heads, tokens_per_block, head_dim]``, the same memory. The page of (slot,
-            layer position l, field f) is ``slot * layers * kv_factor + l * kv_factor + f``; field 0 is keys, 1 values.
+        section: what it holds.
+        rows: uint8 ``[blocks, section bytes]``, contiguous, from a 4096-byte boundary on.
+        tensor: the same memory, ``[blocks, *section.shape]`` in the section's dtype.
+    """
+
+    section: BlockSection
+    rows: torch.Tensor
+    tensor: torch.Tensor
+
+
+class PrimaryPool:
+    """Device memory for ``num_blocks`` blocks of one group, zero at first.
+
+    Attributes:
+        sections: one :class:`SectionPool` for each of ``group.sections``; without side data and with keys and values of one
+            width there is exactly one.
 
     Args:
         group: layers that share this pool.
@@ -41,28 +56,24 @@ class PrimaryPool:
         device: "cpu", "cuda" or "cuda:N".
 
     Raises:
-        ConfigError: ``num_blocks`` below 1, a layout this pool cannot hold yet, or the device has too little memory.
+        ConfigError: ``num_blocks`` below 1, or the device has too little memory.
     """
 
     def __init__(self, group: LayerGroup, num_blocks: int, device: str) -> None:
         if num_blocks < 1:
             raise ConfigError(f"primary: {num_blocks} blocks for group {group.number}; it needs at least 1 block")
-        spec = group.spec
-        if spec.kind == "recurrent":
-            raise ConfigError(f"group {group.number}: recurrent layers are not included yet; use attention layers")
-        if spec.value_dim != spec.head_dim:
-            raise ConfigError(f"group {group.number} ({spec.kind}): value_dim={spec.value_dim} differs from "
-                              f"head_dim={spec.head_dim}, which is not included yet; they must be equal")
         self.group = group
         self.num_blocks = num_blocks
         num_bytes = num_blocks * group.block_bytes
+        starts = [0]
+        for section in group.sections:
+            starts.append(-(-(starts[-1] + num_blocks * section.num_bytes) // ALIGNMENT) * ALIGNMENT)
         try:
-            memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
+            memory = torch.empty(starts[-1] + ALIGNMENT, dtype=torch.uint8, device=device)
         except (RuntimeError, MemoryError) as error:  # RuntimeError covers torch.OutOfMemoryError
             raise ConfigError(f"primary: {num_blocks} blocks of group {group.number} want {num_bytes} bytes on "
                               f"{device}, which could not be allocated; lower primary=...") from error
-        start = -memory.data_ptr() % ALIGNMENT
-        memory = memory[start:start + num_bytes]
+        memory = memory[-memory.data_ptr() % ALIGNMENT:][:starts[-1]]
         # Recycled memory may hold NaN bit patterns, and 0 * NaN in a masked position is NaN. On the CPU a large one is
         # fresh zero pages from the kernel already, and zeroing it would commit all of it before the first request.
         if memory.is_cuda or num_bytes < _RECYCLED_BELOW:
@@ -71,22 +82,124 @@ class PrimaryPool:
             # Zeroing, and whatever else used this memory before, is ordered on torch's stream. The streams that will copy
             # into the pool do not wait for that one: a block brought back early would be zeroed afterwards.
             torch.cuda.synchronize(memory.device)
-        self.rows: torch.Tensor = memory.view(num_blocks, group.block_bytes)
-        self.tensor: torch.Tensor = memory.view(TORCH_DTYPES[group.dtype]).view(num_blocks, *group.block_shape)
-        self.pages: torch.Tensor = self.tensor.view(-1, *group.block_shape[2:])
+        made: list[SectionPool] = []
+        for section, start in zip(group.sections, starts, strict=False):
+            part = memory[start:start + num_blocks * section.num_bytes]
+            tensor = part.view(TORCH_DTYPES[section.dtype]).view(num_blocks, *section.shape)
+            made.append(SectionPool(section, part.view(num_blocks, section.num_bytes), tensor))
+        self.sections = tuple(made)
+        self._by_name = {pool.section.name: pool for pool in made}
+        self._is_closed = False
+
+    # -- whole blocks --------------------------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """uint8 ``[blocks, block_bytes]``, one contiguous row per block; of a group whose blocks have one section only."""
+        if self._is_closed:
+            return _nothing()
+        assert len(self.sections) == 1, f"group {self.group.number}: a block has {len(self.sections)} sections, and no single row"
+        return self.sections[0].rows
+
+    def read_block(self, slot: int) -> torch.Tensor:
+        """A copy of one block on the CPU, as a slot of the lower levels holds it: uint8 ``[block_bytes]``."""
+        return torch.cat([pool.rows[slot].cpu() for pool in self.sections])
+
+    def write_block(self, slot: int, data: torch.Tensor) -> None:
+        """Overwrite one block with what :meth:`read_block` gives: uint8 ``[block_bytes]``."""
+        assert data.shape == (self.group.block_bytes,), f"{data.shape} for a block of {self.group.block_bytes} bytes"
+        for pool in self.sections:
+            section = pool.section
+            pool.rows[slot].copy_(data[section.offset:section.offset + section.num_bytes])
+
+    # -- what kernels read ---------------------------------------------------------------------------------------------
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """``[blocks, layers, kv_factor, heads, tokens_per_block, head_dim]``, contiguous. Not of split groups and states."""
+        return self._tensor_of(KV)
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """``[blocks * layers * kv_factor, heads, tokens_per_block, head_dim]``. Not of split groups and states.
+
+        The page of (slot, layer position l, field f) is ``slot * layers * kv_factor + l * kv_factor + f``; field 0 is keys,
+        1 values.
+        """
+        return self.tensor.flatten(0, 2)
+
+    @property
+    def key_pages(self) -> torch.Tensor:
+        """Pages that the first row of a block table names: :attr:`pages`, or those of the keys alone in a split group."""
+        return self._tensor_of(KEYS if self.group.is_split else KV).flatten(0, 2)
+
+    @property
+    def value_pages(self) -> torch.Tensor:
+        """Pages that the second row of a block table names. Of a split group ``[blocks * layers, heads, tokens, value_dim]``."""
+        return self._tensor_of(VALUES if self.group.is_split else KV).flatten(0, 2)
+
+    @property
+    def scale_pages(self) -> torch.Tensor:
+        """uint8 ``[blocks * layers * kv_factor, heads, tokens_per_block, scale_bytes]``, page for page beside :attr:`pages`."""
+        return self._tensor_of(SCALES).flatten(0, 2)
 
     def layer_buffer(self, position: int) -> torch.Tensor:
         """Pages of the layer at ``position``: strided ``[blocks, kv_factor, heads, tokens_per_block, head_dim]``.
 
+        Of a recurrent group uint8 ``[blocks, state_bytes]``: slot s is entry s of the block table.
+
         Raises:
-            ConfigError: the group has no layer at this position.
+            ConfigError: the group has no layer at this position, or keys and values of different widths.
         """
-        if not 0 <= position < self.group.num_layers:
-            raise ConfigError(f"position={position}: group {self.group.number} has layer positions "
-                              f"0..{self.group.num_layers - 1}")
-        return self.tensor[:, position]
+        self._check_position(position)
+        if self.group.is_split:
+            spec = self.group.spec
+            raise ConfigError(f"group {self.group.number}: keys of {spec.head_dim} and values of {spec.value_dim} elements do not fit "
+                              "one tensor; use key_buffer and value_buffer")
+        return self._tensor_of(STATE if self.group.kind == "recurrent" else KV)[:, position]
+
+    def key_buffer(self, position: int) -> torch.Tensor:
+        """Keys of the layer at ``position``: strided ``[blocks, heads, tokens_per_block, head_dim]``. ConfigError as above."""
+        self._check_position(position)
+        return self._tensor_of(KEYS if self.group.is_split else KV)[:, position, 0]
+
+    def value_buffer(self, position: int) -> torch.Tensor:
+        """Values of the layer at ``position``: strided ``[blocks, heads, tokens_per_block, value_dim]``; MLA's are in its keys."""
+        self._check_position(position)
+        if self.group.is_split:
+            return self._tensor_of(VALUES)[:, position, 0]
+        return self._tensor_of(KV)[:, position, self.group.kv_factor - 1, ..., :self.group.spec.value_dim]
+
+    def scale_buffer(self, position: int) -> torch.Tensor:
+        """Block scales of the layer: uint8, strided ``[blocks, kv_factor, heads, tokens_per_block, scale_bytes]``."""
+        self._check_position(position)
+        return self._tensor_of(SCALES)[:, position]
+
+    def indexer_buffer(self, position: int) -> torch.Tensor:
+        """Indexer keys of the layer: uint8, strided ``[blocks, tokens_per_block, 1, indexer_bytes]``."""
+        self._check_position(position)
+        return self._tensor_of(INDEXER)[:, position].unsqueeze(2)
 
     def close(self) -> None:
         """Let go of the memory. It is freed once nobody else holds a view of it. May be called again."""
-        nothing = torch.empty(0, dtype=torch.uint8)
-        self.rows = self.tensor = self.pages = nothing
+        self._is_closed = True
+        self.sections = ()
+        self._by_name = {}
+
+    def _tensor_of(self, name: str) -> torch.Tensor:
+        if self._is_closed:
+            return _nothing().view(0, 0, 0, 0, 0, 0)
+        pool = self._by_name.get(name)
+        if pool is None:
+            have = ", ".join(self._by_name)
+            raise ConfigError(f"group {self.group.number} ({self.group.describe()}): its blocks hold no {name!r}, only {have}")
+        return pool.tensor
+
+    def _check_position(self, position: int) -> None:
+        if not 0 <= position < self.group.num_layers:
+            raise ConfigError(f"position={position}: group {self.group.number} has layer positions "
+                              f"0..{self.group.num_layers - 1}")
+
+
+def _nothing() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)

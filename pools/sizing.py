@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import logging
 import math
 import re
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from kvtier.errors import ConfigError
 from kvtier.pools.layout import KVLayout, LayerGroup
 from kvtier.pools.nvme_geometry import NvmeGeometry
 from kvtier.pools.pool_index import LEVEL_NAMES, NVME, PRIMARY, SECONDARY
+
+_log = logging.getLogger(__name__)
 
 ALIGNMENT: Final = 4096
 MAX_BLOCKS: Final = 1 << 31
@@ -161,8 +164,13 @@ def level_bytes(layout: KVLayout, counts: Sequence[int], level: int) -> int:
     return sum(count * slot_bytes(group, level) for group, count in zip(layout.groups, counts, strict=True))
 
 
+def nvme_geometries(layout: KVLayout, sizes: PoolSizes) -> list[NvmeGeometry]:
+    """The slab file of each group, by group number: what ``NvmeStore.open`` takes. A group without NVMe blocks has 0 slots."""
+    return [NvmeGeometry(group.block_bytes, count) for group, count in zip(layout.groups, sizes.nvme, strict=True)]
+
+
 def resolve_sizes(layout: KVLayout, primary: object, secondary: object, nvme: object, free: FreeSpace,
-                  group_shares: Sequence[float] | None = None) -> PoolSizes:
+                  group_shares: Sequence[float] | None = None, max_tokens: int | None = None) -> PoolSizes:
     """Block counts per group and level, and the check that they fit into what is free.
 
     A size is one for all groups (blocks: of each group; bytes and shares: of the level, split by ``group_shares``,
@@ -170,9 +178,13 @@ def resolve_sizes(layout: KVLayout, primary: object, secondary: object, nvme: ob
     become whole tokens, and the primary level rounds its last block up, the lower levels down. A share always rounds
     down: it must never ask for more than there is.
 
+    ``max_tokens`` caps each group's primary level at the blocks of so many tokens. The smaller of size and cap counts, and a
+    warning names both where they differ.
+
     Raises:
         ConfigError: a list whose length is not the number of groups, a group left without primary blocks, a lower level
-            smaller than one block, or a level that does not fit; names level, wanted, available and what to change.
+            smaller than one block, a group with NVMe but without secondary blocks, or a level that does not fit; names
+            level, wanted, available and what to change.
     """
     shares = _group_shares(layout, group_shares)
     on_device = free.device_bytes is not None
@@ -182,6 +194,8 @@ def resolve_sizes(layout: KVLayout, primary: object, secondary: object, nvme: ob
         if count == 0:
             raise ConfigError(f"primary={primary!r} gives group {group.number} no block; a block of it takes "
                               f"{format_bytes(group.block_bytes)}: raise primary=... or the group's share")
+    if max_tokens is not None:
+        primary_counts = _capped(layout, primary, primary_counts, max_tokens)
     taken = 0 if on_device else level_bytes(layout, primary_counts, PRIMARY)
     secondary_counts = _level_counts(layout, parse_sizes(secondary, "secondary"), SECONDARY, shares,
                                      max(0, free.host_bytes - taken))
@@ -191,7 +205,32 @@ def resolve_sizes(layout: KVLayout, primary: object, secondary: object, nvme: ob
     nvme_counts = _level_counts(layout, nvme_sizes, NVME, shares, free.disk_bytes or 0)
     sizes = PoolSizes(primary_counts, secondary_counts, nvme_counts)
     check_fits(layout, sizes, free)
+    for number, below in enumerate(nvme_counts):
+        if below and not secondary_counts[number]:
+            raise ConfigError(f"nvme={nvme!r} gives group {number} {below} blocks and secondary={secondary!r} gives it none: blocks "
+                              "reach NVMe through the secondary level; give the group both or none of them")
     return sizes
+
+
+def warn_of_unread_levels(sizes: PoolSizes, enable_block_reuse: bool) -> None:
+    """Say once, when a tier is made, that its lower levels are of no use: without reuse nothing would ever be read back."""
+    blocks = sum(sizes.secondary)
+    if blocks and not enable_block_reuse:
+        _log.warning("secondary: %d blocks of host memory with enable_block_reuse=False: nothing would ever be read back from "
+                     "there; set secondary=\"0 blocks\", or enable_block_reuse=True", blocks)
+
+
+def _capped(layout: KVLayout, primary: object, counts: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+    """Primary blocks after the cap; a warning says what did not count."""
+    cap = -(-max_tokens // layout.tokens_per_block)
+    named = ", ".join(map(str, counts))
+    if any(count > cap for count in counts):
+        _log.warning("primary: max_tokens=%d allows %d blocks per group, primary=%r would give %s: the smaller one counts",
+                     max_tokens, cap, primary, named)
+    elif any(count < cap for count in counts):
+        _log.warning("primary: primary=%r gives %s blocks, max_tokens=%d would allow %d per group: the smaller one counts",
+                     primary, named, max_tokens, cap)
+    return tuple(min(count, cap) for count in counts)
 
 
 def check_fits(layout: KVLayout, sizes: PoolSizes, free: FreeSpace) -> None:

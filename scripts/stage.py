@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOMS = ("tiering", "pools", "kernels", "io", "policies", "bench")
 
-COMPILED = ("pools/pool_index.py", "policies/*.py", "tiering/ledger/*.py")
+COMPILED = ("pools/pool_index.py", "pools/sequence_blocks.py", "policies/*.py", "tiering/ledger/*.py")
 """The modules that import neither torch nor io and start no thread."""
 
 INTERPRETED = ("policies/retention.py", "tiering/ledger/request.py")

@@ -11,8 +11,9 @@ import torch
 from kvtier.errors import RequestError, TransferError
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.group import CROSS
 from kvtier.tiering.ledger.key import TOKEN_BYTES
-from kvtier.tiering.ledger.ledger import GROUP, Ledger
+from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.types import Level
 
 if TYPE_CHECKING:
@@ -35,28 +36,31 @@ class BlockView:
     tokens: tuple[int, ...]
 
 
-def view(ledger: Ledger, block: Block) -> BlockView:
+def view(ledger: Ledger, block: Block, group: int) -> BlockView:
     """Picture of one block."""
-    tokens = _tokens(ledger, block)
+    tokens = _tokens(ledger, block, group)
     backing = tuple(level for level, spare in ((Level.SECONDARY, block.secondary_backing), (Level.NVME, block.nvme_backing))
                     if spare is not None)
     return BlockView(block.id, Level(level_of(block.index)), int(slot_of(block.index)), backing, block.ref_count, block.priority,
                      len(tokens) == ledger.tokens_per_block, tokens)
 
 
-def _tokens(ledger: Ledger, block: Block) -> tuple[int, ...]:
+def _tokens(ledger: Ledger, block: Block, group: int) -> tuple[int, ...]:
     if block.node is not None:
         key = block.node.block_key(block.position)
         width = block.node.namespace.token_width
         return tuple(int.from_bytes(key[i * width:i * width + TOKEN_BYTES], "little", signed=True) for i in range(block.num_tokens))
     for sequence in ledger.sequences.values():
-        if block in sequence.blocks:
-            start = sequence.blocks.index(block) * ledger.tokens_per_block
+        row = sequence.rows[group]
+        if block in row.blocks and ledger.geometries[group].kind != CROSS and not row.other_beams:  # beams have tokens of their own
+            bubble = ledger.geometries[group].bubble
+            place = row.blocks.index(block)
+            start = place * ledger.tokens_per_block - (bubble if place >= ledger.geometries[group].num_sink_blocks else 0)
             return tuple(sequence.keys.token_ids(start, min(start + ledger.tokens_per_block, sequence.num_tokens)))
     return ()
 
 
-def read(core: TierCore, block_id: int) -> bytes:
+def read(core: TierCore, block_id: int, group: int) -> bytes:
     """The block's bytes, after every transfer into it has ended.
 
     Raises:
@@ -65,24 +69,24 @@ def read(core: TierCore, block_id: int) -> bytes:
             end within a minute.
     """
     with core.locked() as ledger:
-        block = ledger.block(block_id)
-        ledger.allocator.begin_access(block)  # so that nobody takes the slot meanwhile
+        block = ledger.block(block_id, group)
+        ledger.allocators[group].begin_access(block)  # so that nobody takes the slot meanwhile
         index = block.index
-        generation = ledger.allocator.generations[level_of(index)][slot_of(index)]
-        key = ledger.allocator.chain_key(block.owner or block)
+        generation = ledger.allocators[group].generation(level_of(index), slot_of(index))
+        key = ledger.allocators[group].chain_key(block.owner or block)
     try:
-        if not core.transfers.wait(GROUP, [index], ACCESS_TIMEOUT):
+        if not core.transfers.wait(group, [index], ACCESS_TIMEOUT):
             raise TransferError(f"block {block_id}: transfers into it did not end within {ACCESS_TIMEOUT:.0f} s; try again")
-        pools = core.pools
+        pools = core.pools[group]
         level, slot = level_of(index), slot_of(index)
         with core.locked() as ledger:
-            if ledger.allocator.generations[level][slot] != generation:
+            if ledger.allocators[group].generation(level, slot) != generation:
                 raise TransferError(f"block {block_id}: the transfer into it failed, its content is lost")
         if level == PRIMARY:
-            rows = pools.primary.rows
-            if rows.is_cuda:
-                torch.cuda.synchronize(rows.device)  # the engine writes on a stream that only it knows
-            return bytes(rows[slot].cpu().numpy())
+            device = pools.primary.sections[0].rows.device
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # the engine writes on a stream that only it knows
+            return bytes(pools.primary.read_block(slot).numpy())
         if level == SECONDARY:
             assert pools.secondary is not None
             return bytes(pools.secondary.rows[slot])
@@ -90,17 +94,17 @@ def read(core: TierCore, block_id: int) -> bytes:
         assert core.store is not None
         out = np.empty(pools.group.block_bytes, dtype=np.uint8)
         try:
-            core.store.read_block(GROUP, slot, key, out)
+            core.store.read_block(group, slot, key, out)
         except TransferError as error:
-            core.condemn(slot, error)  # found bad by a tool is bad for everybody
+            core.condemn(group, slot, error)  # found bad by a tool is bad for everybody
             raise
         return out.tobytes()
     finally:
         with core.locked() as ledger:
-            ledger.allocator.end_access(level_of(index), slot_of(index))
+            ledger.allocators[group].end_access(level_of(index), slot_of(index))
 
 
-def write(core: TierCore, block_id: int, data: bytes) -> None:
+def write(core: TierCore, block_id: int, data: bytes, group: int) -> None:
     """Overwrite the bytes of a block that one sequence holds. It leaves the reuse tree, and its lower copies are given up.
 
     Raises:
@@ -108,19 +112,19 @@ def write(core: TierCore, block_id: int, data: bytes) -> None:
         RequestError: held by nobody or by several, or ``data`` of another length.
         TransferError: transfers that use it did not end within a minute.
     """
-    pools = core.pools
+    pools = core.pools[group]
     if not isinstance(data, bytes | bytearray | memoryview):
         raise RequestError(f"block {block_id}: data of type {type(data).__name__}; pass bytes")
     data = bytes(data)
     if len(data) != pools.group.block_bytes:
         raise RequestError(f"block {block_id}: {len(data)} bytes; a block has {pools.group.block_bytes}")
     with core.locked() as ledger:
-        block = ledger.block(block_id)
-        holders = [sequence for sequence in ledger.sequences.values() if block in sequence.blocks]
+        block = ledger.block(block_id, group)
+        holders = [sequence for sequence in ledger.sequences.values() if block in sequence.rows[group].blocks]
         if block.ref_count != 1 or len(holders) != 1:
             raise RequestError(f"block {block_id}: held {block.ref_count} times; writing needs a block that one sequence holds alone")
-        ledger.make_writable(holders[0].id, holders[0].blocks.index(block))
+        ledger.make_writable(holders[0].id, holders[0].rows[group].blocks.index(block), group)
         index = block.index
-    if not core.transfers.order_before_engine(None, GROUP, [index], ACCESS_TIMEOUT):
+    if not core.transfers.order_before_engine(None, group, [index], ACCESS_TIMEOUT):
         raise TransferError(f"block {block_id}: transfers that use it did not end within {ACCESS_TIMEOUT:.0f} s; try again")
-    pools.primary.rows[slot_of(index)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    pools.primary.write_block(slot_of(index), torch.frombuffer(bytearray(data), dtype=torch.uint8))

@@ -65,6 +65,8 @@ class TierConfig(BaseSettings):
     """Space for slab files in ``nvme_directory``, what is already there included."""
     group_shares: list[float] | None = None
     """How the groups divide a size given in bytes or percent; one per group, scaled to add up to 1. None: equally."""
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
+    """Most tokens for which the primary level holds blocks, in each group. With ``primary``, the smaller of the two counts."""
 
     max_batch_size: Annotated[int, Field(ge=1, le=1 << 20)] = 64
     """Most sequences in one step; block tables are allocated for it."""

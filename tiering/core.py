@@ -20,27 +20,28 @@ from typing import Final, Self
 
 import torch
 
-from kvtier.errors import ConfigError, CorruptBlock, KVTierError, TransferError
+from kvtier.errors import ConfigError, CorruptBlock, KVTierError, RequestError, TransferError
 from kvtier.io.device import Device, open_device
 from kvtier.io.nvme_store import NvmeStore
 from kvtier.io.store_directory import occupied_bytes
-from kvtier.pools.group_pools import GroupPools
-from kvtier.pools.host_arena import HostArena
+from kvtier.pools.group_pools import open_group_pools
 from kvtier.pools.host_memory import free_disk_bytes, host_memory
 from kvtier.pools.layout import KVLayout
 from kvtier.pools.nvme_geometry import NvmeGeometry
 from kvtier.pools.pool_index import NVME, level_of, slot_of
-from kvtier.pools.primary import PrimaryPool
-from kvtier.pools.sizing import FreeSpace, PoolSizes, resolve_sizes
+from kvtier.pools.sizing import FreeSpace, PoolSizes, resolve_sizes, warn_of_unread_levels
 from kvtier.tiering import arguments
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.event_queue import EventQueue
+from kvtier.tiering.event_stream import EventStream
 from kvtier.tiering.ledger.events import Event
+from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupSpec
 from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
 from kvtier.tiering.ledger.rules import LedgerRules
-from kvtier.tiering.statistics import Stats, TierCounters, TransferTotals, collect_counters, collect_levels, since
+from kvtier.tiering.statistics import IterationStats, RequestStats, Stats, collect_request
+from kvtier.tiering.statistics_recorder import StatisticsRecorder
 from kvtier.tiering.transfer import TransferManager
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ class TierCore:
         if config.gds == "required":
             raise ConfigError("gds='required': GPUDirect Storage is not included yet; use 'auto' or 'off'")
         sizes = _sizes(layout, config, device)
-        if sizes.nvme[0] and not model:
+        warn_of_unread_levels(sizes, config.enable_block_reuse)
+        if any(sizes.nvme) and not model:
             raise ConfigError(f"model={model!r}: an NVMe level needs model=\"name@revision:weights-digest\", so that another model's "
                               "blocks are never served")
         self._namespace = json.dumps({"format": FORMAT_VERSION, "model": model or "", "layout": json.loads(layout.describe()), "ranks": 1},
@@ -76,22 +78,21 @@ class TierCore:
         self._everything_let_go = False
         self._is_clearing = False  # a reset is deleting what is on NVMe
         self._events = EventQueue(config.event_buffer_max_size)
-        self._totals = TransferTotals()
         self._prefill_rate: float | None = None
-        self._ledger = _ledger(config, sizes, layout.tokens_per_block, hashlib.sha256(self._namespace.encode()).digest())
-        self._ledger.allocator.wall_clock_offset = time.time() - self._clock()
-        group = layout.groups[0]
+        self._ledger = _ledger(layout, config, sizes, hashlib.sha256(self._namespace.encode()).digest())
+        for allocator in self._ledger.allocators:
+            allocator.wall_clock_offset = time.time() - self._clock()
         with ExitStack() as undo:  # what fails here must not leave the directory locked
             self.store = self._open_store(sizes)
             if self.store is not None:
                 undo.callback(self.store.close, 1.0)
-            self.pools = GroupPools(group, PrimaryPool(group, sizes.primary[0], device),
-                                    HostArena(sizes.secondary[0], group.block_bytes, device != "cpu") if sizes.secondary[0] else None)
-            undo.callback(self.pools.close)
-            self.transfers = TransferManager(self._device, [self.pools], self.store, faults=config.faults,
+            self.pools = open_group_pools(layout, sizes, device)
+            undo.callback(self._close_pools)
+            self.transfers = TransferManager(self._device, self.pools, self.store, faults=config.faults,
                                              read_threads=config.read_threads)
             undo.pop_all()
-        self._iteration_start = self._iteration_end = collect_counters(self._ledger, self._totals)
+        self._statistics = StatisticsRecorder(self._ledger, self._ledger.allocators)
+        self._totals = self._statistics.totals
 
     # -- once per step, events, statistics -------------------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ class TierCore:
             # Room on NVMe is made by forgetting blocks: not for writes that a full or failing disk refuses anyway.
             ledger.refresh(self._clock(), self._takes_writes)
             self._events.put(ledger.events.flush())
-            self._iteration_start, self._iteration_end = self._iteration_end, collect_counters(ledger, self._totals)
+            self._statistics.end_iteration()
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Finish all transfers and write all unreferenced content that may go to NVMe, as far as there is room for it.
@@ -124,9 +125,14 @@ class TierCore:
             self._events.put(ledger.events.flush())
 
     def poll_events(self, timeout: float = 0.0) -> list[Event]:
-        """Flushed events, oldest first; waits up to ``timeout`` seconds for the first."""
+        """Flushed events, oldest first; waits up to ``timeout`` seconds for the first. All callers together are one reader."""
         self._require_open()
         return self._events.take(arguments.seconds("timeout", timeout))
+
+    def events(self) -> EventStream[Event]:
+        """A reader of its own: ``async for event in cache.events()``, which ends when the cache is closed. See ``EventStream``."""
+        self._require_open()
+        return self._events.stream()
 
     def report_prefill(self, tokens: int, seconds: float) -> None:
         """The engine computed ``tokens`` prompt tokens in ``seconds``: kept as a moving average, for load-or-recompute decisions."""
@@ -136,16 +142,18 @@ class TierCore:
 
     def stats(self) -> Stats:
         """Everything counted since the start, and what the levels hold now."""
-        with self.locked() as ledger:
-            primary, secondary, nvme = collect_levels(ledger)
-            return Stats(**vars(collect_counters(ledger, self._totals)), primary=primary, secondary=secondary, nvme=nvme,
-                         leases=len(ledger.leases), sequences=len(ledger.sequences), dropped_events=self._events.dropped,
-                         prefill_tokens_per_second=self._prefill_rate)
-
-    def iteration_stats(self) -> TierCounters:
-        """What was counted between the last two calls of :meth:`refresh`."""
         with self.locked():
-            return since(self._iteration_end, self._iteration_start)
+            return self._statistics.stats(self._events.dropped, self._prefill_rate)
+
+    def iteration_stats(self) -> IterationStats:
+        """What was counted between the last two calls of :meth:`refresh`, and the levels at the second one."""
+        with self.locked():
+            return self._statistics.iteration_stats()
+
+    def request_stats(self, request_id: int) -> RequestStats:
+        """What an active sequence got from the cache."""
+        with self.locked() as ledger:
+            return collect_request(ledger, ledger.sequence(request_id))
 
     def verify(self) -> None:
         """Raise LedgerError naming the first broken invariant."""
@@ -165,7 +173,7 @@ class TierCore:
         deadline = time.monotonic() + arguments.seconds("timeout", timeout)
         while True:
             with self.locked() as ledger:
-                if not any(ledger.allocator.num_busy) or ledger.sequences or ledger.leases:
+                if not any(any(allocator.num_busy) for allocator in ledger.allocators) or ledger.sequences or ledger.leases:
                     ledger.reset()
                     self._is_clearing = True  # what others store from now on must not be deleted with the rest
                     break
@@ -197,7 +205,7 @@ class TierCore:
         self._events.close()
         store_is_closed = self.store is None or self.store.close(max(deadline - time.monotonic(), 0.5))
         if is_quiet:
-            self.pools.close()
+            self._close_pools()
             self._everything_let_go = store_is_closed
         else:
             logger.warning("close: a transfer still ran after %s s; the pools' memory stays allocated because it may be in use", timeout)
@@ -210,17 +218,26 @@ class TierCore:
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 
-    def condemn(self, slot: int, error: Exception) -> None:
+    def _check_group(self, group: int) -> None:
+        if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(self.layout.groups):
+            last = len(self.layout.groups) - 1
+            raise RequestError(f"group={group!r}: this layout has " + (f"groups 0..{last}" if last else "one group, numbered 0"))
+
+    def _close_pools(self) -> None:
+        for pools in self.pools:
+            pools.close()
+
+    def condemn(self, group: int, slot: int, error: Exception) -> None:
         """An NVMe slot failed its check: it is quarantined, and nobody is promised what it held."""
         assert self.store is not None
-        self.store.quarantine(0, slot, str(error))
-        if not self.store.is_quarantined(0, slot):
+        self.store.quarantine(group, slot, str(error))
+        if not self.store.is_quarantined(group, slot):
             return  # nothing was stored there
         with self.locked() as ledger:
             self._totals.failures += 1
             if isinstance(error, CorruptBlock):
                 self._totals.checksum_failures += 1
-            ledger.allocator.condemn(slot)
+            ledger.allocators[group].condemn(slot)
 
     @contextmanager
     def locked(self) -> Iterator[Ledger]:
@@ -234,6 +251,7 @@ class TierCore:
                     yield self._ledger
                 finally:
                     self._queue_records()
+                    self._statistics.note_usage()
         finally:
             self._submit()  # also after an error: what was drained may have left records
 
@@ -296,24 +314,36 @@ class TierCore:
             raise KVTierError("this KVCacheManager is closed; make a new one")
 
     def _open_store(self, sizes: PoolSizes) -> NvmeStore | None:
-        if not sizes.nvme[0]:
+        if not any(sizes.nvme):
             return None
         assert self.config.nvme_directory is not None
-        geometry = NvmeGeometry(self.layout.groups[0].block_bytes, sizes.nvme[0])
-        store = NvmeStore.open(self.config.nvme_directory, self._namespace, [geometry], faults=self.config.faults,
+        geometries = [NvmeGeometry(group.block_bytes, count) for group, count in zip(self.layout.groups, sizes.nvme, strict=True)]
+        store = NvmeStore.open(self.config.nvme_directory, self._namespace, geometries, faults=self.config.faults,
                                free_space_reserve=self.config.nvme_free_space_reserve_bytes, sync=self.config.nvme_sync)
         rows = [WarmRow(row.group, row.slot, row.key, row.priority, row.expiry, row.hits) for row in store.stored_blocks()]
         self._ledger.set_time(self._clock())
-        self._ledger.adopt_store(rows, [slot for _group, slot in store.quarantined()])
+        self._ledger.adopt_store(rows, list(store.quarantined()))
         self._queue_records()
         return store
 
 
-def _ledger(config: TierConfig, sizes: PoolSizes, tokens_per_block: int, seed: bytes) -> Ledger:
+_KINDS: Final = {"attention": FULL, "mla": FULL, "recurrent": RECURRENT, "cross": CROSS}
+
+
+def _ledger(layout: KVLayout, config: TierConfig, sizes: PoolSizes, seed: bytes) -> Ledger:
     rules = LedgerRules(config.enable_block_reuse, config.enable_partial_reuse, config.copy_on_partial_reuse,
                         config.secondary_offload_min_priority, config.nvme_offload_min_priority, config.keep_backing,
-                        config.write_ahead_share, config.policy, config.event_buffer_max_size, seed)
-    return Ledger((sizes.primary[0], sizes.secondary[0], sizes.nvme[0]), tokens_per_block, rules)
+                        config.write_ahead_share, config.policy, config.event_buffer_max_size, seed, config.chunk_size or 0)
+    groups: list[GroupSpec] = []
+    for group, num_blocks in zip(layout.groups, zip(sizes.primary, sizes.secondary, sizes.nvme, strict=True), strict=True):
+        if group.window is not None and group.window < config.max_seq_len:
+            groups.append(GroupSpec(num_blocks, WINDOW, group.window, group.sinks))
+            if group.sink_bubble and config.enable_block_reuse:
+                logger.warning("group %d: %d sinks do not fill blocks of %d tokens: nothing is reused; use a multiple", group.number,
+                               group.sinks, layout.tokens_per_block)
+        else:  # no sequence is longer than such a window
+            groups.append(GroupSpec(num_blocks, _KINDS[group.kind], snapshot_interval=group.snapshot_interval))
+    return Ledger(groups, layout.tokens_per_block, rules)
 
 
 def _sizes(layout: KVLayout, config: TierConfig, device: str) -> PoolSizes:
@@ -328,4 +358,4 @@ def _sizes(layout: KVLayout, config: TierConfig, device: str) -> PoolSizes:
         free_bytes = free_disk_bytes(config.nvme_directory) + occupied_bytes(config.nvme_directory)
         disk_bytes = max(free_bytes - config.nvme_free_space_reserve_bytes, 0)
     free = FreeSpace(host.available_bytes, host.limited_by, device_bytes, disk_bytes)
-    return resolve_sizes(layout, config.primary, config.secondary, config.nvme, free, config.group_shares)
+    return resolve_sizes(layout, config.primary, config.secondary, config.nvme, free, config.group_shares, config.max_tokens)

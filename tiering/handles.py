@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 
 class Admission:
-    """What a new sequence got. ``prepopulated_tokens`` is promised, and final once the sequence is ready."""
+    """What a new sequence got. ``prepopulated_tokens`` is promised, and final once the sequence is ready.
+
+    Blocks are counted over all groups. ``external_tokens``: tokens behind the reused ones that the inbound hook announced; the engine
+    loads them and says so with ``mark_computed``.
+    """
 
     def __init__(self, sequence: ActiveSequence) -> None:
         self.request_id = sequence.id
@@ -21,18 +25,26 @@ class Admission:
         self.new_blocks = sequence.new_blocks
         self.reused_blocks = sequence.reused_blocks
         self.missed_blocks = sequence.missed_blocks
+        self.external_tokens = sequence.external_tokens
 
     def __repr__(self) -> str:
         return f"Admission(request_id={self.request_id}, prepopulated_tokens={self.prepopulated_tokens})"
 
 
 class Lease:
-    """Blocks pinned for one request until :meth:`release`; also a context manager."""
+    """Blocks pinned for one request until :meth:`release`; also a context manager.
+
+    ``block_ids`` are those of group 0; :meth:`block_ids_of` gives any group's.
+    """
 
     def __init__(self, manager: TierCore, lease: LedgerLease) -> None:
         self._manager = manager
         self._lease = lease
-        self.block_ids = [block.id for block in lease.blocks]
+        self.block_ids = [block.id for block in lease.rows[0]]
+
+    def block_ids_of(self, group: int) -> list[int]:
+        """Ids of the pinned blocks of a group, in prompt order."""
+        return [block.id for block in self._lease.rows[group]]
 
     def release(self) -> None:
         """Let go. RequestError when it was released before."""

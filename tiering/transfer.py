@@ -65,7 +65,7 @@ class TransferManager:
         self._graph = TransferGraph(len(pools))
         self._open: dict[int, CopyBatch] = {}
         self._ready: list[TransferNode] = []
-        self._completed = CompletionQueue(self._block_bytes, [pool.group.tokens_per_block for pool in pools])
+        self._completed = CompletionQueue([pool.group for pool in pools])
         self._listeners: tuple[Callable[[], None], ...] = ()
         self._outstanding = 0
         self._sequence = 0
@@ -94,8 +94,8 @@ class TransferManager:
         """Queue records, in the order of their numbers. Never waits for a copy or a file.
 
         Raises:
-            TransferError: the manager is closed, or a record asks for a route that does not exist (no NVMe store, no
-                secondary level in this group, from or to NVMe without staging). Nothing has been queued then.
+            TransferError: the manager is closed, or a record asks for a route that does not exist (no such group, no NVMe
+                store, no secondary level in this group, from or to NVMe without staging). Nothing has been queued then.
         """
         nodes = [self._node(record) for record in records]
         with self._lock:
@@ -109,6 +109,8 @@ class TransferManager:
             self._submit_all()
 
     def _node(self, record: Move | Discard) -> TransferNode:
+        if not 0 <= record.group < len(self._copiers):
+            raise TransferError(f"record {record.number}: group {record.group}; there are groups 0 to {len(self._copiers) - 1}")
         if isinstance(record, Discard):
             if self._files is None:
                 raise TransferError(f"discard of NVMe slot {record.slot}: there is no NVMe store")

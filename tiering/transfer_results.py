@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from kvtier.pools.layout import LayerGroup
 from kvtier.pools.pool_index import LEVEL_NAMES, level_of
 from kvtier.tiering.ledger.moves import Move
 
@@ -43,9 +44,8 @@ class CompletionQueue:
     Results are added under the transfer manager's lock and drained without it: both ends of a deque are thread-safe.
     """
 
-    def __init__(self, block_bytes: Sequence[int], tokens_per_block: Sequence[int]) -> None:
-        self._block_bytes = block_bytes
-        self._tokens_per_block = tokens_per_block
+    def __init__(self, groups: Sequence[LayerGroup]) -> None:
+        self._groups = groups
         self._results: deque[MoveResult] = deque()
         self._counters: dict[int, TransferCounters] = {}
 
@@ -57,10 +57,7 @@ class CompletionQueue:
             counters = self._counters[route] = TransferCounters()
         num_bytes = 0
         if error is None:
-            num_bytes = self._block_bytes[move.group]
-            tokens_per_block = self._tokens_per_block[move.group]
-            if 0 < move.num_tokens < tokens_per_block:
-                num_bytes = num_bytes // tokens_per_block * move.num_tokens
+            num_bytes = self._groups[move.group].copied_bytes(move.num_tokens)
             counters.blocks += 1
             counters.bytes += num_bytes
         else:

@@ -16,7 +16,7 @@ import pytest
 
 from kvtier.errors import ConfigError, TransferError
 from kvtier.io.copiers import open_copiers
-from kvtier.io.cuda_copier import CudaCopier, CudaMemory
+from kvtier.io.cuda_copier import CudaCopier, CudaMemory, CudaRowCopier
 from kvtier.io.cuda_stream import CudaStream, current_handle
 from kvtier.io.device import CudaDevice, open_device
 from kvtier.pools.group_pools import GroupPools
@@ -205,13 +205,13 @@ def test_cuda_copies_move_the_same_bytes_as_host_copies(
 
 def test_no_cuda_copy_crosses_the_border_of_two_registrations(cuda: Any, stream: CudaStream) -> None:
     memory = np.zeros((8, 512), np.uint8)
-    group = KVLayout.uniform(2, 1, 8, "float32", 4).groups[0]
-    whole = CudaMemory(memory.ctypes.data, 512, 8, 0, )
+    pairs = [(slot, slot) for slot in range(8)]
+    whole = CudaMemory(memory.ctypes.data, 512, 8, 0)
     pieces = CudaMemory(memory.ctypes.data, 512, 8, 3)
     for source, destination in ((whole, pieces), (pieces, whole)):
         cuda.runtime.calls.clear()
-        copier = CudaCopier(cuda, source, destination, group)
-        stream.submit(lambda copier=copier: copier.copy([(slot, slot) for slot in range(8)]))  # type: ignore[misc]
+        copier = CudaRowCopier(cuda, source, destination, 512)
+        stream.submit(lambda copier=copier: copier.copy(pairs, current_handle()))  # type: ignore[misc]
         assert len(cuda.runtime.calls) == 3
 
 

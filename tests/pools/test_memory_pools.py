@@ -13,7 +13,7 @@ from kvtier.errors import ConfigError
 from kvtier.pools import host_arena
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.host_arena import HostArena
-from kvtier.pools.layout import DTYPE_BYTES, KVLayout, LayerGroup, LayerSpec
+from kvtier.pools.layout import DTYPE_BYTES, KVLayout, LayerGroup
 from kvtier.pools.primary import TORCH_DTYPES, PrimaryPool
 
 
@@ -85,13 +85,6 @@ def test_primary_memory_starts_on_a_page_and_is_zero(num_blocks: int) -> None:
 def test_a_primary_pool_without_blocks_is_refused(num_blocks: int) -> None:
     with pytest.raises(ConfigError, match="at least 1 block"):
         PrimaryPool(one_group(), num_blocks, "cpu")
-
-
-@pytest.mark.parametrize("spec", [LayerSpec.attention(2, 8, value_dim=4), LayerSpec.mla(16, 4),
-                                  LayerSpec.recurrent(64, 32)])
-def test_layouts_that_come_later_say_so(spec: LayerSpec) -> None:
-    with pytest.raises(ConfigError, match="not included yet"):
-        PrimaryPool(KVLayout([spec], "float32", 4).groups[0], 2, "cpu")
 
 
 def test_primary_memory_that_cannot_be_had_is_a_config_error() -> None:

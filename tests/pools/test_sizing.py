@@ -22,6 +22,7 @@ from kvtier.pools.sizing import (
     parse_sizes,
     resolve_sizes,
     slot_bytes,
+    warn_of_unread_levels,
 )
 
 PLENTY = FreeSpace(host_bytes=1 << 40, disk_bytes=1 << 40)
@@ -212,3 +213,47 @@ def test_nvme_without_a_folder_is_refused() -> None:
 def test_bytes_read_well() -> None:
     assert format_bytes(512) == "512 B"
     assert format_bytes(3 << 29) == "1.50 GiB (1610612736 bytes)"
+
+
+@pytest.mark.parametrize(("max_tokens", "blocks"), [(1, 1), (4, 1), (5, 2), (32, 8), (33, 8), (10**9, 8)])
+def test_the_primary_level_never_holds_more_than_max_tokens(max_tokens: int, blocks: int) -> None:
+    sizes = resolve_sizes(two_groups(), "8 blocks", "9 blocks", "0 blocks", PLENTY, max_tokens=max_tokens)
+    assert sizes == PoolSizes((blocks, blocks), (9, 9), (0, 0))
+
+
+def test_of_size_and_cap_the_smaller_counts_in_each_group_and_a_warning_names_both(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = resolve_sizes(two_groups(), "10240 B", "0 blocks", "0 blocks", PLENTY, max_tokens=60)
+    assert sizes.primary == (15, 10)
+    assert [record.getMessage() for record in caplog.records] == [
+        "primary: max_tokens=60 allows 15 blocks per group, primary='10240 B' would give 20, 10: the smaller one counts"]
+
+
+def test_a_cap_that_has_no_effect_is_said_too(caplog: pytest.LogCaptureFixture) -> None:
+    resolve_sizes(two_groups(), "8 blocks", "0 blocks", "0 blocks", PLENTY, max_tokens=60)
+    assert [record.getMessage() for record in caplog.records] == [
+        "primary: primary='8 blocks' gives 8, 8 blocks, max_tokens=60 would allow 15 per group: the smaller one counts"]
+
+
+def test_no_warning_where_size_and_cap_agree_or_there_is_no_cap(caplog: pytest.LogCaptureFixture) -> None:
+    resolve_sizes(two_groups(), "8 blocks", "0 blocks", "0 blocks", PLENTY, max_tokens=32)
+    resolve_sizes(two_groups(), "8 blocks", "0 blocks", "0 blocks", PLENTY)
+    assert not caplog.records
+
+
+def test_what_the_cap_leaves_goes_to_the_secondary_level_of_a_cpu() -> None:
+    free = FreeSpace(host_bytes=1_000_000)
+    sizes = resolve_sizes(one_group(), "90%", "100%", "0 blocks", free, max_tokens=40)
+    assert sizes == PoolSizes((10,), ((1_000_000 - 10 * 512) // 4096,), (0,))
+
+
+def test_a_group_with_nvme_but_without_secondary_blocks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"gives group 0 3 blocks and secondary=.* gives it none"):
+        resolve_sizes(two_groups(), "8 blocks", "8192 B", "3 blocks", PLENTY, [0, 1])
+
+
+@pytest.mark.parametrize(("secondary", "reuse", "says"), [((2, 3), False, True), ((0, 0), False, False), ((2, 3), True, False)])
+def test_host_memory_that_nothing_would_be_read_from_is_said_once(
+        caplog: pytest.LogCaptureFixture, secondary: tuple[int, int], reuse: bool, says: bool) -> None:
+    warn_of_unread_levels(PoolSizes((8, 8), secondary, (0, 0)), reuse)
+    assert len(caplog.records) == says
+    assert not says or "5 blocks of host memory with enable_block_reuse=False" in caplog.text

@@ -85,6 +85,16 @@ def test_every_kind_of_value_comes_through_the_environment(monkeypatch: pytest.M
     assert config.nvme_directory == Path.home() / "kv"
 
 
+def test_the_cap_on_tokens_comes_from_keyword_environment_or_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "tier.yaml"
+    file.write_text("max_tokens: 1000\n")
+    assert TierConfig().max_tokens is None
+    assert TierConfig.from_file(file).max_tokens == 1000
+    monkeypatch.setenv("KVTIER_MAX_TOKENS", "2000")
+    assert TierConfig.from_file(file).max_tokens == 2000
+    assert TierConfig(max_tokens=3000).max_tokens == 3000
+
+
 def test_every_kind_of_value_comes_through_a_file(tmp_path: Path) -> None:
     yaml_file, toml_file = tmp_path / "a.yaml", tmp_path / "a.toml"
     yaml_file.write_text("primary: [8 blocks, 50%]\ngroup_shares: [0.5, 1]\ngds: off\nkeep_backing: false\n"
@@ -131,6 +141,8 @@ def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
     ({"max_seq_len": -1}, "must be at least 1"),
     ({"max_beam_width": 0}, "must be at least 1"),
     ({"chunk_size": 0}, "must be at least 1"),
+    ({"max_tokens": 0}, r"max_tokens=0 \(keyword\): must be at least 1"),
+    ({"max_tokens": 1.5}, "must be a whole number"),
     ({"secondary_offload_min_priority": 101}, "must be at most 100"),
     ({"nvme_offload_min_priority": -1}, "must be at least 0"),
     ({"keep_backing": 1}, "must be true or false"),

@@ -99,6 +99,7 @@ CALLS: dict[str, Callable[[KVCacheManager], object]] = {
     "flush": lambda cache: cache.flush(),
     "flush_events": lambda cache: cache.flush_events(),
     "poll_events": lambda cache: cache.poll_events(timeout=5.0),
+    "events": lambda cache: cache.events(),
     "stats": lambda cache: cache.stats(),
     "iteration_stats": lambda cache: cache.iteration_stats(),
     "reset": lambda cache: cache.reset(),

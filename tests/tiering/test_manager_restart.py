@@ -163,7 +163,7 @@ def test_a_start_that_fails_gives_the_directory_back(make_cache: MakeCache, monk
         raise ConfigError("secondary: no memory")
 
     with monkeypatch.context() as broken:
-        broken.setattr(core, "HostArena", no_memory)
+        broken.setattr(core, "open_group_pools", no_memory)
         with pytest.raises(ConfigError, match="no memory"):
             make_cache(8, 4, 16)
     make_cache(8, 4, 16)

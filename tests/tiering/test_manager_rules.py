@@ -100,7 +100,7 @@ def test_a_block_that_a_tool_finds_bad_is_promised_to_nobody(make_cache: MakeCac
     cache.close()
     cache = make_cache(8, 4, 16)
     assert cache.match(PROMPT).reusable_blocks == 3
-    head = next(iter(cache._ledger.allocator.warm.values())).id
+    head = next(iter(cache._ledger.allocators[0].warm.values())).id
     flip_stored_bit(store_directory, layout, cache.block(head).slot)
     with pytest.raises(CorruptBlock):
         cache.read_block(head)
@@ -119,7 +119,7 @@ def test_a_duration_goes_on_across_a_restart(make_cache: MakeCache) -> None:
     cache.close()
     later = [5.0]  # another clock, as after a reboot
     cache = make_cache(8, 4, 16, clock=lambda: later[0])
-    warm = [block.id for block in cache._ledger.allocator.warm.values()]
+    warm = [block.id for block in cache._ledger.allocators[0].warm.values()]
     assert {cache.block(block).priority for block in warm} == {80}
     later[0] += 55.0
     cache.refresh()

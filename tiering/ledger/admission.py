@@ -6,142 +6,244 @@ match beats a partial one, and among partial ones the last reuses in place while
 
 from __future__ import annotations
 
+from kvtier.errors import RequestError
 from kvtier.pools.pool_index import NVME, PRIMARY, level_of
-from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.group import CROSS, RECURRENT
 from kvtier.tiering.ledger.key import Namespace, TokenKeys
+from kvtier.tiering.ledger.prefix import usable_prefix
 from kvtier.tiering.ledger.request import Request
-from kvtier.tiering.ledger.tree import ReuseTree, Walk
+from kvtier.tiering.ledger.state import LedgerState
+from kvtier.tiering.ledger.tree import Node, Walk
 
 
 class AdmissionPlan:
     """What one request of a batch will get.
 
-    ``matches`` are full blocks from the tree in prompt order. ``partial`` shares its first ``partial_tokens`` tokens with the
-    prompt's next block; it is taken over (``in_place``) or copied.
+    Attributes:
+        rows: by group, the handles of full blocks found in the tree, placeholders where the group needs none.
+        num_matched: how many positions these are, the same for every group but cross-attention.
+        partial: by group, the handles whose first ``partial_tokens`` tokens equal the prompt's next ones; empty without any.
+        in_place: whether the partially matched blocks are taken over; otherwise they are copied.
+        external_tokens: tokens behind the reused ones that the engine can load from elsewhere.
     """
 
-    def __init__(self, request: Request, keys: TokenKeys, namespace: Namespace) -> None:
+    def __init__(self, request: Request, keys: TokenKeys, namespace: Namespace, num_groups: int) -> None:
         self.request = request
         self.keys = keys
         self.namespace = namespace
-        self.num_blocks = (keys.num_tokens + keys.tokens_per_block - 1) // keys.tokens_per_block
-        self.matches: list[Block] = []
-        self.partial: Block | None = None
+        self.rows: list[list[Block]] = [[] for _ in range(num_groups)]
+        self.num_matched = 0
+        self.partial: list[Block] = []
         self.partial_tokens = 0
         self.in_place = False
+        self.external_tokens = 0
 
     @property
     def prepopulated(self) -> int:
-        return len(self.matches) * self.keys.tokens_per_block + self.partial_tokens
+        return self.num_matched * self.keys.tokens_per_block + self.partial_tokens
 
     def give_up_partial(self) -> None:
-        self.partial = None
+        self.partial = []
         self.partial_tokens = 0
         self.in_place = False
-
-
-def present_prefix(walk: Walk, group: int) -> list[Block]:
-    """The handles along a walk up to the first hole."""
-    found: list[Block] = []
-    for node, count in zip(walk.nodes, walk.counts, strict=True):
-        values = node.values[group]
-        if node.present[group] == node.length and count == node.length:
-            found.extend([value for value in values if value is not None])
-            continue
-        for position in range(count):
-            value = values[position]
-            if value is None:
-                return found
-            found.append(value)
-    return found
 
 
 class BatchPlanner:
     """Plans the requests of one batch in order."""
 
-    def __init__(self, tree: ReuseTree, allocator: BlockAllocator, partial_reuse: bool, copy_on_partial_reuse: bool) -> None:
-        self.tree = tree
-        self.allocator = allocator
-        self.group = allocator.group
-        self.partial_reuse = partial_reuse
-        self.copy_on_partial_reuse = copy_on_partial_reuse
+    def __init__(self, state: LedgerState) -> None:
+        self.state = state
         self.plans: list[AdmissionPlan] = []
-        self._fully_matched: set[int] = set()
-        self._in_place: dict[int, AdmissionPlan] = {}
 
-    def plan(self, plan: AdmissionPlan) -> None:
+        self._in_place: dict[int, AdmissionPlan] = {}  # by the id in the leading group, whose handle stands for its place
+
+    def plan(self, request: Request, keys: TokenKeys, namespace: Namespace) -> None:
         """Match one request. Its last prompt token is never matched: somebody has to compute the first logits."""
+        state = self.state
+        plan = AdmissionPlan(request, keys, namespace, len(state.groups))
         self.plans.append(plan)
-        root = self.tree.find_root(plan.namespace)
-        if root is None or plan.request.skip_read:
+        if not may_reuse(state, request):
             return
-        usable = plan.keys.num_tokens - 1
-        walk = self.tree.walk(root, plan.keys, usable)
-        plan.matches = present_prefix(walk, self.group)
-        for block in plan.matches:
-            self._fully_matched.add(block.id)
+        root = state.tree.find_root(namespace)
+        if root is None:
+            return
+        usable = most_reusable(state, request)
+        walk = state.tree.walk(root, keys, usable)
+        if walk.num_blocks:
+            plan.rows = usable_prefix(state, walk)
+            plan.num_matched = len(plan.rows[state.leading_group])
             if self._in_place:
-                self._bump(block)
-        if self.partial_reuse and len(plan.matches) == walk.num_blocks:
+                for block in plan.rows[state.leading_group]:
+                    self._bump(block)
+        if state.partial_reuse and plan.num_matched == walk.num_blocks:
             self._match_partial(plan, walk, usable)
 
-    def needed_primary(self) -> int:
-        """Primary handles that carrying the plans out takes: new blocks, copies, promotions."""
+    def ask_elsewhere(self, plan: AdmissionPlan, num_new_tokens: int) -> None:
+        """Note tokens that somebody else can deliver behind the reused ones; they replace a partial match.
+
+        Raises:
+            RequestError: not a whole number of blocks, or more than the prompt can use.
+        """
+        tokens_per_block = self.state.tokens_per_block
+        most = most_reusable(self.state, plan.request) - plan.num_matched * tokens_per_block
+        if num_new_tokens < 0 or num_new_tokens % tokens_per_block or num_new_tokens > max(most, 0):
+            raise RequestError(f"request {plan.request.id}: {num_new_tokens} tokens announced behind "
+                               f"{plan.num_matched * tokens_per_block}; announce whole blocks of {tokens_per_block} tokens, "
+                               f"at most {max(most, 0) // tokens_per_block}")
+        if num_new_tokens > plan.partial_tokens:
+            if plan.in_place:
+                self._in_place.pop(plan.partial[0].id, None)
+            plan.give_up_partial()
+            plan.external_tokens = num_new_tokens
+
+    def needed_primary(self, group: int) -> int:
+        """Primary handles of a group that carrying the plans out takes: new blocks, copies, promotions."""
         needed = 0
         promoted: set[int] = set()
         for plan in self.plans:
-            needed += plan.num_blocks - len(plan.matches)
-            for block in plan.matches:
-                if level_of(block.index) != PRIMARY and block.id not in promoted:
+            needed += num_new_blocks(self.state, plan.request, group, plan.num_matched)
+            for block in plan.rows[group]:
+                if block.id >= 0 and level_of(block.index) != PRIMARY and block.id not in promoted:
                     promoted.add(block.id)
                     needed += 1
             # Taking over a primary block costs nothing; a lower one is promoted into the handle counted above.
-            if plan.in_place and plan.partial is not None and level_of(plan.partial.index) == PRIMARY:
+            if plan.in_place and level_of(plan.partial[group].index) == PRIMARY:
                 needed -= 1
         return needed
 
-    def protected(self) -> set[int]:
-        """Ids of the blocks that the plans hold on to: none of them can be taken."""
+    def most_primary(self, group: int) -> int:
+        """No fewer than :meth:`needed_primary` with everything that the plans hold on to, and quickly counted."""
+        needed = 0
+        for plan in self.plans:
+            needed += num_new_blocks(self.state, plan.request, group, plan.num_matched) + plan.num_matched
+            if plan.partial:
+                needed += 1
+        return needed
+
+    def protected(self, group: int) -> set[int]:
+        """Ids of the blocks of a group that the plans hold on to: none of them can be taken."""
         held: set[int] = set()
         for plan in self.plans:
-            for block in plan.matches:
-                held.add(block.id)
-            if plan.partial is not None:
-                held.add(plan.partial.id)
+            for block in plan.rows[group]:
+                if block.id >= 0:
+                    held.add(block.id)
+            if plan.partial and plan.partial[group].id >= 0:
+                held.add(plan.partial[group].id)
         return held
 
     def give_up_copies(self) -> None:
         """Reuse no block by copying it. The source of a copy takes a place beside the copy, so that in a small pool a request
         might otherwise never fit although it would without that reuse."""
         for plan in self.plans:
-            if plan.partial is not None and not plan.in_place:
+            if plan.partial and not plan.in_place:
                 plan.give_up_partial()
 
+    def _is_fully_matched(self, block: Block) -> bool:
+        """Whether an earlier request of the batch holds the block as a whole."""
+        position = self.plans[-1].num_matched  # the tree holds the block at one depth, where the rows of all requests have it
+        for plan in self.plans[:-1]:
+            row = plan.rows[self.state.leading_group]
+            if len(row) > position and row[position] is block:
+                return True
+        return False
+
     def _match_partial(self, plan: AdmissionPlan, walk: Walk, usable: int) -> None:
-        for shared, block in self.tree.partial_candidates(walk, plan.keys, usable, self.group):
-            level = level_of(block.index)
-            if level == NVME or (level == PRIMARY and self.allocator.is_busy(block)):
-                # A file read for part of a block costs as much as for all of it. And a copy that waits for a read under way would
-                # hold its new slot, and whoever gets that next, behind the file.
+        state = self.state
+        leading = state.leading_group
+        places = state.tree.partial_places(walk, plan.keys, usable)
+        place = places.next_place()
+        while place is not None:
+            shared, node, position = place
+            place = places.next_place()
+            blocks = self._values(node, position)
+            if not blocks or not self._may_copy(blocks):
                 continue
-            node = block.node
-            assert node is not None
-            must_copy = block.ref_count > 0 or not node.is_leaf(block.position) or block.id in self._fully_matched
-            if must_copy and not self.copy_on_partial_reuse:
+            block = blocks[leading]
+            must_copy = not node.is_leaf(position) or self._is_fully_matched(block)
+            for other in blocks:
+                if other.ref_count > 0:
+                    must_copy = True
+            if must_copy and not state.rules.copy_on_partial_reuse:
                 continue
             if not must_copy:
                 self._bump(block)
                 self._in_place[block.id] = plan
                 plan.in_place = True
-            plan.partial = block
+            plan.partial = blocks
             plan.partial_tokens = shared
             return
+
+    def _values(self, node: Node, position: int) -> list[Block]:
+        """The place's handle in every group that needs one; empty when a group has none. The placeholder elsewhere."""
+        found: list[Block] = []
+        for number, allocator in enumerate(self.state.allocators):
+            value = node.values[number][position]
+            if number not in self.state.prefix_groups:
+                value = allocator.placeholder
+            if value is None:
+                return []
+            found.append(value)
+        return found
+
+    def _may_copy(self, blocks: list[Block]) -> bool:
+        for block, allocator in zip(blocks, self.state.allocators, strict=True):
+            if block.id < 0:
+                continue
+            level = level_of(block.index)
+            if level == NVME or (level == PRIMARY and allocator.is_busy(block)):
+                # A file read for part of a block costs as much as for all of it. And a copy that waits for a read under way would
+                # hold its new slot, and whoever gets that next, behind the file.
+                return False
+        return True
 
     def _bump(self, block: Block) -> None:
         """Somebody with a better claim wants the block: whoever meant to take it over copies it instead."""
         earlier = self._in_place.pop(block.id, None)
         if earlier is not None:
             earlier.in_place = False
-            if not self.copy_on_partial_reuse:
+            if not self.state.rules.copy_on_partial_reuse:
                 earlier.give_up_partial()
+
+
+def may_reuse(state: LedgerState, request: Request) -> bool:
+    """Whether a request may match what is stored. What follows an encoder's output is found again only under that output's digest."""
+    return state.reuse and not request.skip_read and (request.encoder_length == 0 or request.encoder_digest is not None)
+
+
+def may_store(state: LedgerState, request: Request) -> bool:
+    """Whether a request's blocks may enter the tree."""
+    return state.reuse and not request.skip_write and (request.encoder_length == 0 or request.encoder_digest is not None)
+
+
+def most_reusable(state: LedgerState, request: Request) -> int:
+    """Leading prompt tokens that may be matched. Beams write into copies of an unfilled last block of their own: never into a match."""
+    usable = request.num_tokens - 1
+    if request.beam_width > 1:
+        usable = min(usable, request.num_tokens // state.tokens_per_block * state.tokens_per_block)
+    return usable
+
+
+def num_new_blocks(state: LedgerState, request: Request, group: int, num_matched: int) -> int:
+    """Blocks of a group that a prompt takes behind ``num_matched`` reused positions, over all beams."""
+    geometry = state.geometries[group]
+    if geometry.kind == CROSS:
+        return geometry.num_blocks(request.encoder_length)
+    num_tokens = request.num_tokens
+    total = geometry.num_blocks(num_tokens)
+    # With several beams an unfilled last block is each beam's own; everything before it is shared.
+    others = request.beam_width - 1 if has_private_tail(state, request, group) else 0
+    if geometry.kind != RECURRENT:
+        return total - num_matched + others
+    needed = 0
+    for position in range(num_matched, total):
+        if position == total - 1 or (state.reuse and geometry.keeps_state(position, num_tokens)):
+            needed += 1
+    return needed + others
+
+
+def has_private_tail(state: LedgerState, request: Request, group: int) -> bool:
+    """Whether the prompt's last block is unfilled, so that several beams cannot share it."""
+    geometry = state.geometries[group]
+    tail = request.num_tokens + (geometry.bubble if request.num_tokens > geometry.sinks else 0)
+    return request.beam_width > 1 and geometry.kind != CROSS and tail % state.tokens_per_block != 0

@@ -2,71 +2,126 @@
 
 from __future__ import annotations
 
-from kvtier.pools.pool_index import NUM_LEVELS, NVME, level_of
-from kvtier.tiering.ledger.admission import present_prefix
-from kvtier.tiering.ledger.key import BlockKey, Namespace, TokenKeys, multimodal_keys, next_chain_key
-from kvtier.tiering.ledger.ledger import GROUP, Ledger
+from kvtier.pools.pool_index import NUM_LEVELS, PRIMARY, level_of
+from kvtier.tiering.ledger.admission import may_reuse, most_reusable, num_new_blocks
+from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
+from kvtier.tiering.ledger.key import BlockKey, Namespace, TokenKeys, multimodal_keys
+from kvtier.tiering.ledger.prefix import usable_rows, walked_values
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.sequence import ActiveSequence
+from kvtier.tiering.ledger.state import LedgerState
 from kvtier.tiering.ledger.storing import warm_prefix
+from kvtier.tiering.ledger.tree import Walk
 
 
 class PrefixReuse:
     """What a prompt would reuse now.
 
     Attributes:
-        reusable_blocks: full blocks of the prompt that are stored, on any level.
-        referenced_blocks: those of them that active sequences hold: they cost no free block.
-        tokens_by_level: tokens of the reusable blocks by level (primary, secondary, NVMe).
+        reusable_blocks: full blocks of the prompt that are stored, on any level, and that every group can serve.
+        referenced_blocks: those of them that active sequences hold in every group that needs them: they cost no free block.
+        tokens_by_level: tokens of the reusable blocks by level (primary, secondary, NVMe); where groups differ, the slowest counts.
         first_new_key: key of the first block that would have to be computed; None when every full block is stored.
+        unreferenced_by_group: reusable blocks that the group needs and nobody holds: each takes a free primary block.
     """
 
     def __init__(self, reusable_blocks: int, referenced_blocks: int, tokens_by_level: tuple[int, ...],
-                 first_new_key: BlockKey | None) -> None:
+                 first_new_key: BlockKey | None, unreferenced_by_group: tuple[int, ...]) -> None:
         self.reusable_blocks = reusable_blocks
         self.referenced_blocks = referenced_blocks
         self.tokens_by_level = tokens_by_level
         self.first_new_key = first_new_key
+        self.unreferenced_by_group = unreferenced_by_group
+
+    @property
+    def reusable_tokens(self) -> int:
+        return sum(self.tokens_by_level)
 
     def __repr__(self) -> str:
         return (f"PrefixReuse(reusable_blocks={self.reusable_blocks}, referenced_blocks={self.referenced_blocks}, "
                 f"tokens_by_level={self.tokens_by_level})")
 
 
-def match(ledger: Ledger, request: Request) -> PrefixReuse:
+def match(state: LedgerState, request: Request) -> PrefixReuse:
     """Exact full blocks only; the last prompt token is never reused."""
-    tokens_per_block = ledger.tokens_per_block
-    keys = TokenKeys(request, tokens_per_block)
-    namespace = Namespace(ledger.rules.namespace_seed, request)
-    usable = request.num_tokens - 1
+    keys = TokenKeys(request, state.tokens_per_block)
     tokens = [0] * NUM_LEVELS
-    referenced = 0
-    number = 0
-    if ledger.rules.enable_block_reuse and not request.skip_read:
-        root = ledger.tree.find_root(namespace)
+    if not may_reuse(state, request):
+        return PrefixReuse(0, 0, tuple(tokens), _key_of(request, keys, 0), (0,) * len(state.groups))
+    namespace = Namespace(state.rules.namespace_seed, request)
+    usable = most_reusable(state, request)
+    root = state.tree.find_root(namespace)
+    is_warm = namespace.is_persistent and any(allocator.warm for allocator in state.allocators)
+    if state.is_single and not is_warm:
+        number = referenced = 0
         if root is not None:
-            blocks = present_prefix(ledger.tree.walk(root, keys, usable), GROUP)
-            for block in blocks:
-                tokens[level_of(block.index)] += tokens_per_block
-                referenced += 1 if block.ref_count > 0 else 0
-            number = len(blocks)
-        if ledger.allocator.warm and namespace.is_persistent:
-            number = _with_warm(ledger, namespace, keys, usable, number, tokens)
-    return PrefixReuse(number, referenced, tuple(tokens), _key_of(request, keys, number))
+            number, referenced = _count_single(state.tree.walk(root, keys, usable), state.tokens_per_block, tokens)
+        return PrefixReuse(number, referenced, tuple(tokens), _key_of(request, keys, number), (number - referenced,))
+    values: list[list[Block | None]] = [[] for _ in state.groups]
+    if root is not None:
+        walk = state.tree.walk(root, keys, usable)
+        values = [walked_values(walk, group) for group in range(len(state.groups))]
+    if is_warm:
+        _add_warm(state, namespace, keys, usable, values)
+    return _summary(state, request, keys, usable_rows(state, values))
 
 
-def _with_warm(ledger: Ledger, namespace: Namespace, keys: TokenKeys, usable: int, number: int, tokens: list[int]) -> int:
-    """Blocks on NVMe since the start that continue the prefix count too."""
-    walk, found = warm_prefix(ledger.tree, ledger.allocator, namespace, keys, usable)
-    warm = {block_number for block_number, _block in found}
-    stored = [] if walk is None else [value for node, count in zip(walk.nodes, walk.counts, strict=True)
-                                      for value in node.values[GROUP][:count]]
-    while number in warm or (number < len(stored) and stored[number] is not None):
-        block = stored[number] if number < len(stored) else None
-        level = NVME if block is None else level_of(block.index)
-        tokens[level] += ledger.tokens_per_block
-        number += 1
-    return number
+def _summary(state: LedgerState, request: Request, keys: TokenKeys, rows: list[list[Block]]) -> PrefixReuse:
+    number = len(rows[state.leading_group])
+    levels = [PRIMARY] * number
+    is_held = [True] * number
+    unreferenced = [0] * len(rows)
+    for group, row in enumerate(rows):
+        for position, block in enumerate(row):
+            if block.id < 0:
+                continue
+            level = level_of(block.index)
+            if level > levels[position]:
+                levels[position] = level
+            if block.ref_count == 0:
+                unreferenced[group] += 1
+                is_held[position] = False
+    tokens = [0] * NUM_LEVELS
+    for level in levels:
+        tokens[level] += state.tokens_per_block
+    return PrefixReuse(number, sum(is_held), tuple(tokens), _key_of(request, keys, number), tuple(unreferenced))
+
+
+def _count_single(walk: Walk, tokens_per_block: int, tokens: list[int]) -> tuple[int, int]:
+    """Blocks along a walk up to the first hole, and how many of them are referenced; adds their tokens by level."""
+    number = 0
+    referenced = 0
+    blocks = [0] * NUM_LEVELS
+    for node, count in zip(walk.nodes, walk.counts, strict=True):
+        values = node.values[0]
+        for position in range(count):
+            block = values[position]
+            if block is None:
+                count = -1
+                break
+            blocks[level_of(block.index)] += 1
+            if block.ref_count > 0:
+                referenced += 1
+            number += 1
+        if count < 0:
+            break
+    for level in range(NUM_LEVELS):
+        tokens[level] += blocks[level] * tokens_per_block
+    return number, referenced
+
+
+def _add_warm(state: LedgerState, namespace: Namespace, keys: TokenKeys, usable: int, values: list[list[Block | None]]) -> None:
+    """Blocks on NVMe since the start count as if they were in the tree already."""
+    _walk, found = warm_prefix(state.tree, state.allocators, state.groups, namespace, keys, usable)
+    for row, numbered in zip(values, found, strict=True):
+        for number, block in numbered:
+            while len(row) <= number:
+                row.append(None)
+            row[number] = block
+    longest = max(len(row) for row in values)
+    for row in values:
+        row.extend([None] * (longest - len(row)))
 
 
 def _key_of(request: Request, keys: TokenKeys, number: int) -> BlockKey | None:
@@ -79,102 +134,80 @@ def _key_of(request: Request, keys: TokenKeys, number: int) -> BlockKey | None:
                     tuple(multimodal_keys(request.multimodal, start, end)))
 
 
-def needed_blocks_one_step(ledger: Ledger, request: Request | ActiveSequence, two_steps: bool) -> int:
-    """Primary blocks that the next step (or two) may take.
+def needed_blocks_one_step(state: LedgerState, request: Request | ActiveSequence, two_steps: bool, group: int = 0) -> int:
+    """Primary blocks of a group that the next step (or two) may take.
 
-    A request not admitted yet counts its whole prompt with drafts, less the stored blocks that somebody references: an
-    unreferenced stored block is reused too, but still takes a free one. A sequence counts what its next tokens need.
+    A request not admitted yet counts its whole prompt with drafts, less the stored blocks that it needs not take: those that
+    somebody references, and those out of its window. An unreferenced stored block is reused too, but still takes a free one. A
+    sequence counts what its next tokens need.
     """
-    tokens_per_block = ledger.tokens_per_block
+    geometry = state.geometries[group]
     if isinstance(request, Request):
-        length = request.num_tokens + min(request.num_draft_tokens, request.max_new_tokens)
-        shared = min(match(ledger, request).referenced_blocks, (request.num_tokens - 1) // tokens_per_block)
-        return _blocks(length, tokens_per_block) - shared
+        reuse = match(state, request)
+        needed = num_new_blocks(state, request, group, reuse.reusable_blocks) + reuse.unreferenced_by_group[group]
+        if geometry.kind == CROSS or geometry.kind == RECURRENT:
+            return needed
+        drafts = min(request.num_draft_tokens, request.max_new_tokens)
+        behind = geometry.num_blocks(request.num_tokens + drafts) - geometry.num_blocks(request.num_tokens)
+        return needed + behind * request.beam_width
     asked = request.request
-    generated = request.num_tokens - asked.num_tokens
-    left = max(asked.max_new_tokens - generated, 0)
+    left = max(asked.max_new_tokens - (request.num_tokens - asked.num_tokens), 0)
     added = min((2 if two_steps else 1) * (asked.num_draft_tokens + 1), left)
-    return _blocks(request.num_tokens + added, tokens_per_block) - _blocks(request.num_tokens, tokens_per_block)
+    if geometry.kind == CROSS:
+        return 0
+    positions = geometry.num_blocks(request.num_tokens + added) - geometry.num_blocks(request.num_tokens)
+    if geometry.kind == RECURRENT:  # the running state moves on; only a state that is kept on the way takes a block
+        return min(positions, 1) * asked.beam_width
+    return positions * asked.beam_width
 
 
-def remaining_blocks_to_completion(ledger: Ledger, request: Request | ActiveSequence) -> int:
-    """Primary blocks from now until ``max_new_tokens`` are generated. A new request subtracts referenced stored blocks."""
-    tokens_per_block = ledger.tokens_per_block
+def remaining_blocks_to_completion(state: LedgerState, request: Request | ActiveSequence, group: int = 0) -> int:
+    """Primary blocks of a group from now until ``max_new_tokens`` are generated. Admitting no more requests than there are free
+    blocks for guarantees that all complete. A new request subtracts stored blocks as in :func:`needed_blocks_one_step`."""
     if isinstance(request, Request):
-        total = _blocks(request.num_tokens + request.max_new_tokens, tokens_per_block)
-        return total - min(match(ledger, request).referenced_blocks, (request.num_tokens - 1) // tokens_per_block)
+        reuse = match(state, request)
+        total = most_blocks(state, request, request.num_tokens + request.max_new_tokens, group)
+        saved = 0
+        if state.geometries[group].kind != CROSS:
+            whole = num_new_blocks(state, request, group, 0)
+            saved = whole - num_new_blocks(state, request, group, reuse.reusable_blocks) - reuse.unreferenced_by_group[group]
+        return max(total - saved, 0)
     asked = request.request
-    total = _blocks(max(asked.num_tokens + asked.max_new_tokens, request.num_tokens), tokens_per_block)
-    return max(total - len(request.blocks), 0)
+    total = most_blocks(state, asked, max(asked.num_tokens + asked.max_new_tokens, request.num_tokens), group)
+    return max(total - held_blocks(request, group), 0)
 
 
-def _blocks(num_tokens: int, tokens_per_block: int) -> int:
-    return (num_tokens + tokens_per_block - 1) // tokens_per_block
+def most_blocks(state: LedgerState, request: Request, num_tokens: int, group: int) -> int:
+    """Blocks of a group that a request holds at most on its way to ``num_tokens`` tokens, over all beams."""
+    geometry = state.geometries[group]
+    if geometry.kind == CROSS:
+        return geometry.num_blocks(request.encoder_length)
+    beams = request.beam_width
+    if geometry.kind == RECURRENT:
+        kept = 0
+        if state.reuse:
+            for position in range(num_tokens // state.tokens_per_block):
+                if geometry.keeps_state(position, request.num_tokens):
+                    kept += 1
+        return kept + beams + 1  # one more while a kept state is copied on
+    prompt = geometry.num_blocks(request.num_tokens)
+    shared = request.num_tokens // state.tokens_per_block
+    total = geometry.num_blocks(num_tokens)
+    if geometry.kind == WINDOW and state.rules.chunk_size:
+        # The whole prompt is there at once; from the first generated token on, only what the window reads.
+        at_once = max(state.rules.chunk_size, request.num_draft_tokens + 1)
+        total = max(prompt, min(total, geometry.num_blocks(geometry.window + at_once) + 1))
+    return shared + (total - shared) * beams if total > shared else total
 
 
-def truncate(ledger: Ledger, request: Request, keep_tokens: int) -> int:
-    """Forget what is stored of this prompt beyond its first ``keep_tokens`` tokens. Referenced blocks stay with their sequences.
-
-    Returns the number of blocks forgotten.
-    """
-    keys = TokenKeys(request, ledger.tokens_per_block)
-    namespace = Namespace(ledger.rules.namespace_seed, request)
-    first = _blocks(keep_tokens, ledger.tokens_per_block)
-    forgotten = _forget_warm(ledger, namespace, keys, first)
-    root = ledger.tree.find_root(namespace)
-    if root is None:
-        return forgotten
-    walk = ledger.tree.walk(root, keys, request.num_tokens)
-    number = 0
-    for node, count in zip(list(walk.nodes), list(walk.counts), strict=True):
-        if number + count > first:
-            # Everything behind the kept part goes, side branches of it included: they extend what is to be forgotten.
-            doomed = [value for value in node.values[GROUP][max(first - number, 0):] if value is not None]
-            stack = list(node.children.values())
-            while stack:
-                child = stack.pop()
-                doomed.extend([value for value in child.values[GROUP] if value is not None])
-                stack.extend(child.children.values())
-            for block in reversed(doomed):
-                ledger.allocator.forget(block)
-                forgotten += 1
-            return forgotten
-        number += count
-    # All full blocks are kept, or there are none beyond: what is left is a stored tail that is part of this prompt.
-    if number >= first:
-        for shared, block in ledger.tree.partial_candidates(walk, keys, request.num_tokens, GROUP):
-            if shared == block.num_tokens:
-                ledger.allocator.forget(block)
-                forgotten += 1
-    return forgotten
-
-
-def _forget_warm(ledger: Ledger, namespace: Namespace, keys: TokenKeys, first: int) -> int:
-    """Forget what NVMe has held since the start of blocks ``first`` and later, whatever is stored or missing between them."""
-    forgotten = 0
-    parent = namespace.chain_seed
-    for number in range(keys.num_tokens // keys.tokens_per_block):
-        if not ledger.allocator.warm:
-            break
-        parent = next_chain_key(parent, keys.block_key(number, keys.tokens_per_block))
-        block = ledger.allocator.warm.get(parent)
-        if block is not None and number >= first:
-            ledger.allocator.forget(block)
-            forgotten += 1
-    return forgotten
-
-
-def start_scheduling(ledger: Ledger) -> None:
-    """Begin a what-if: a copy of all reference counts that :func:`scheduling_remove_sequence` works on."""
-    for block in ledger.allocator.blocks:
-        block.scheduling_ref_count = block.ref_count
-
-
-def scheduling_remove_sequence(ledger: Ledger, sequence: ActiveSequence) -> int:
-    """As if the sequence were removed. Returns how many primary blocks that would free."""
-    freed = 0
-    for block in sequence.blocks:
-        block.scheduling_ref_count -= 1
-        if block.scheduling_ref_count == 0:
-            freed += 1
-    return freed
+def held_blocks(sequence: ActiveSequence, group: int) -> int:
+    """Primary blocks of a group that a sequence holds, over all its beams."""
+    row = sequence.rows[group]
+    if not row.other_beams:
+        return sum(1 for block in row.blocks if block.id >= 0)
+    held: set[int] = set()
+    for beam in range(len(row.other_beams) + 1):
+        for block in row.beam(beam):
+            if block.id >= 0:
+                held.add(block.id)
+    return len(held)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from kvtier.errors import LedgerError
-from kvtier.policies.eviction import BACKING, EMPTY, LISTS_PER_LEVEL, NOT_QUEUED, NUM_PRIORITIES
+from kvtier.policies.eviction import BACKING, EMPTY, KEPT_BACKING, LISTS_PER_LEVEL, NOT_QUEUED, NUM_PRIORITIES
 from kvtier.pools.pool_index import LEVEL_NAMES, NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block
-from kvtier.tiering.ledger.ledger import GROUP, Ledger
+from kvtier.tiering.ledger.group import CROSS, RECURRENT
+from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.tree import Node
 
 
 def verify(ledger: Ledger) -> None:
     """Raise LedgerError naming the first broken invariant."""
-    allocator = ledger.allocator
-    _check_slots(allocator)
-    _check_references(ledger)
-    for block in allocator.blocks:
-        _check_handle(allocator, block)
-    _check_counters(allocator)
+    for sequence in ledger.sequences.values():
+        if not 0 <= sequence.computed <= sequence.num_tokens:
+            _fail(f"request {sequence.id}: {sequence.computed} of {sequence.num_tokens} tokens computed")
+    for allocator in ledger.allocators:
+        _check_slots(allocator)
+        _check_rows(ledger, allocator)
+        _check_references(ledger, allocator)
+        for block in allocator.blocks:
+            _check_handle(allocator, block)
+        _check_counters(allocator)
     for root in ledger.tree.roots.values():
         _check_node(root, ledger.tokens_per_block)
 
@@ -38,23 +43,46 @@ def _check_slots(allocator: BlockAllocator) -> None:
             _fail(f"the holder of {LEVEL_NAMES[level]} slot {slot} is block {block.id}")
 
 
-def _check_references(ledger: Ledger) -> None:
+def _check_rows(ledger: Ledger, allocator: BlockAllocator) -> None:
+    group = allocator.group
+    geometry = ledger.geometries[group]
+    for sequence in ledger.sequences.values():
+        row = sequence.rows[group]
+        name = f"request {sequence.id}, group {group}"
+        if row.other_beams and len(row.other_beams) != sequence.request.beam_width - 1:
+            _fail(f"{name}: {len(row.other_beams) + 1} beams of {sequence.request.beam_width}")
+        num_tokens = sequence.request.encoder_length if geometry.kind == CROSS else sequence.num_tokens
+        for beam in range(len(row.other_beams) + 1):
+            blocks = row.beam(beam)
+            if len(blocks) < geometry.num_blocks(num_tokens):
+                _fail(f"{name}: {num_tokens} tokens in {len(blocks)} blocks")
+            for position, block in enumerate(blocks):
+                is_out = geometry.num_sink_blocks <= position < geometry.num_sink_blocks + row.num_departed
+                if block.id >= 0 and level_of(block.index) != PRIMARY:
+                    _fail(f"a sequence's blocks are primary; block {block.id} of {name} is not")
+                if block.id < 0 and block is not allocator.placeholder:
+                    _fail(f"{name}: another group's placeholder at position {position}")
+                if (block.id < 0) != is_out and geometry.kind != RECURRENT:
+                    _fail(f"{name}: position {position} {'has no block' if block.id < 0 else 'has left the window'}, "
+                          f"{row.num_departed} have left")
+            if blocks and blocks[-1].id < 0 and geometry.kind == RECURRENT:
+                _fail(f"{name}: the last position has no block for the running state")
+
+
+def _check_references(ledger: Ledger, allocator: BlockAllocator) -> None:
     counts: dict[int, int] = {}
     for sequence in ledger.sequences.values():
-        for block in sequence.blocks:
-            counts[block.id] = counts.get(block.id, 0) + 1
-            if level_of(block.index) != PRIMARY:
-                _fail(f"a sequence's blocks are primary; block {block.id} of request {sequence.id} is not")
-        if len(sequence.blocks) * ledger.tokens_per_block < sequence.num_tokens:
-            _fail(f"request {sequence.id} has {sequence.num_tokens} tokens in {len(sequence.blocks)} blocks")
-        if not 0 <= sequence.computed <= sequence.num_tokens:
-            _fail(f"request {sequence.id}: {sequence.computed} of {sequence.num_tokens} tokens computed")
+        row = sequence.rows[allocator.group]
+        for beam in range(len(row.other_beams) + 1):
+            for block in row.beam(beam):
+                if block.id >= 0:
+                    counts[block.id] = counts.get(block.id, 0) + 1
     for lease in ledger.leases.values():
-        for block in lease.blocks:
+        for block in lease.rows[allocator.group]:
             counts[block.id] = counts.get(block.id, 0) + 1
-    for block in ledger.allocator.blocks:
+    for block in allocator.blocks:
         if block.ref_count != counts.get(block.id, 0):
-            _fail(f"block {block.id}: ref_count {block.ref_count}, held by {counts.get(block.id, 0)} sequences and leases")
+            _fail(f"block {block.id}: ref_count {block.ref_count}, held {counts.get(block.id, 0)} times by sequences and leases")
 
 
 def _check_handle(allocator: BlockAllocator, block: Block) -> None:
@@ -63,12 +91,14 @@ def _check_handle(allocator: BlockAllocator, block: Block) -> None:
     should_be_queued = block.ref_count == 0 and not allocator.is_busy(block) and not is_quarantined
     if (block.queue != NOT_QUEUED) != should_be_queued:
         _fail(f"a handle is queued exactly when nothing references it and it is not busy; block {block.id} "
-              f"(ref_count {block.ref_count}, busy {allocator.busy[level][slot]}) {'is' if block.queue != NOT_QUEUED else 'is not'} queued")
+              f"(ref_count {block.ref_count}, busy {allocator.is_busy(block)}) {'is' if block.queue != NOT_QUEUED else 'is not'} queued")
     if block.queue != NOT_QUEUED:
         if block.queue // LISTS_PER_LEVEL != level:
             _fail(f"block {block.id} is on the {LEVEL_NAMES[level]} level and queued on another")
         kind = block.queue % LISTS_PER_LEVEL
-        expected = BACKING if block.owner is not None else block.priority if block.has_content else EMPTY
+        expected = block.priority if block.has_content else EMPTY
+        if block.owner is not None:  # NVMe copies of secondary blocks are not given up
+            expected = KEPT_BACKING if level == NVME and level_of(block.owner.index) == SECONDARY else BACKING
         if kind != expected:
             _fail(f"block {block.id} is in list {kind}, belongs in {expected}")
     if block.owner is not None:
@@ -86,7 +116,7 @@ def _check_handle(allocator: BlockAllocator, block: Block) -> None:
         _fail(f"warm block {block.id} is in the warm map, on NVMe, in no tree")
     node = block.node
     if node is not None:
-        if not 0 <= block.position < node.length or node.values[GROUP][block.position] is not block:
+        if not 0 <= block.position < node.length or node.values[allocator.group][block.position] is not block:
             _fail(f"block {block.id} points at a place in the tree that holds it")
         if level == NVME and block.num_tokens != allocator.tokens_per_block:
             _fail(f"only full blocks reach NVMe; block {block.id} has {block.num_tokens} tokens")
@@ -98,14 +128,14 @@ def _check_counters(allocator: BlockAllocator) -> None:
     queues = allocator.queues
     for level in range(NUM_LEVELS):
         members = queues.members(level)
-        if len(members) != queues.free[level]:
-            _fail(f"{LEVEL_NAMES[level]}: {len(members)} handles queued, counter says {queues.free[level]}")
-        lengths = [queues.lengths[level * LISTS_PER_LEVEL + priority] for priority in range(NUM_PRIORITIES)]
+        if len(members) != queues.num_free(level):
+            _fail(f"{LEVEL_NAMES[level]}: {len(members)} handles queued, counter says {queues.num_free(level)}")
+        lengths = [queues.heads[level * LISTS_PER_LEVEL + priority].length for priority in range(NUM_PRIORITIES)]
         if sum(lengths) != queues.evictable[level]:
             _fail(f"{LEVEL_NAMES[level]}: {sum(lengths)} evictable, counter says {queues.evictable[level]}")
-        if [priority for priority, length in enumerate(lengths) if length] != queues.occupied[level]:
-            _fail(f"{LEVEL_NAMES[level]}: priorities with content are {queues.occupied[level]}")
-        busy = sum(1 for count in allocator.busy[level] if count)
+        if [priority for priority, length in enumerate(lengths) if length] != queues.levels[level].occupied:
+            _fail(f"{LEVEL_NAMES[level]}: priorities with content are {queues.levels[level].occupied}")
+        busy = sum(1 for index in allocator.busy if level_of(index) == level)
         if busy != allocator.num_busy[level]:
             _fail(f"{LEVEL_NAMES[level]}: {busy} busy slots, counter says {allocator.num_busy[level]}")
         used = quarantined = unreferenced_busy = 0
@@ -116,8 +146,11 @@ def _check_counters(allocator: BlockAllocator) -> None:
                 unreferenced_busy += 1
             elif level == NVME and slot_of(holder.index) in allocator.quarantined:
                 quarantined += 1
-        if queues.free[level] + used + unreferenced_busy + quarantined != allocator.num_blocks[level]:
-            _fail(f"{LEVEL_NAMES[level]}: free {queues.free[level]} + used {used} + busy {unreferenced_busy + quarantined} = "
+        if unreferenced_busy != allocator.num_unreferenced_busy[level]:
+            _fail(f"{LEVEL_NAMES[level]}: {unreferenced_busy} busy slots of unreferenced handles, counter says "
+                  f"{allocator.num_unreferenced_busy[level]}")
+        if queues.num_free(level) + used + unreferenced_busy + quarantined != allocator.num_blocks[level]:
+            _fail(f"{LEVEL_NAMES[level]}: free {queues.num_free(level)} + used {used} + busy {unreferenced_busy + quarantined} = "
                   f"total {allocator.num_blocks[level]}")
 
 

@@ -27,11 +27,13 @@ _MASK64: Final = (1 << 64) - 1
 _MASK32: Final = (1 << 32) - 1
 
 
-Identity = tuple[int | None, str | None, bool, bytes | None, bytes | None]
+SUFFIX_RECORD: Final = struct.Struct("<32sQII")  # digest, offset inside the item, first position in the block, tokens
+
+Identity = tuple[int | str | bytes | None, ...]
 
 
 class Namespace:
-    """What must agree before tokens are even compared: LoRA adapter, salt, use of extra ids (and their stable digests).
+    """What must agree before tokens are even compared: LoRA adapter, salt, use of extra ids (and their stable digests), encoder input.
 
     ``identity`` is what the tree finds a namespace by; ``chain_seed`` (32 bytes) starts its chain of keys. ``seed`` names the
     model, layout and format, so that chain keys of different models never meet.
@@ -39,28 +41,39 @@ class Namespace:
 
     def __init__(self, seed: bytes, request: Request) -> None:
         self.seed = seed
-        self.identity: Identity = (request.lora_id, request.cache_salt, request.extra_ids is not None, request.lora_digest,
-                                   request.extra_ids_digest)
-        self.token_width = TOKEN_BYTES if request.extra_ids is None else TOKEN_WITH_EXTRA_BYTES
+        self.lora_id: int | None = request.lora_id
+        self.cache_salt: str | None = request.cache_salt
+        self.encoder_digest: bytes | None = request.encoder_digest
+        uses_extra_ids = request.extra_ids is not None
+        self.identity: Identity = (self.lora_id, self.cache_salt, uses_extra_ids, request.lora_digest, request.extra_ids_digest)
+        if self.encoder_digest is not None:
+            self.identity = (*self.identity, self.encoder_digest)
+        self.token_width = TOKEN_WITH_EXTRA_BYTES if uses_extra_ids else TOKEN_BYTES
+        self._lora_digest: bytes | None = request.lora_digest
+        self._extra_ids_digest: bytes | None = request.extra_ids_digest
         self._chain_seed = b""
 
     @property
     def is_persistent(self) -> bool:
         """Process-local ids mean nothing to the next process: without a stable digest such blocks never reach NVMe."""
-        lora_id, _salt, uses_extra_ids, lora_digest, extra_ids_digest = self.identity
-        return (lora_id is None or lora_digest is not None) and (not uses_extra_ids or extra_ids_digest is not None)
+        return ((self.lora_id is None or self._lora_digest is not None)
+                and (self.token_width == TOKEN_BYTES or self._extra_ids_digest is not None))
 
     @property
     def chain_seed(self) -> bytes:
         if not self._chain_seed:
-            lora_id, salt, uses_extra_ids, lora_digest, extra_ids_digest = self.identity
-            digest = hashlib.sha256(b"kvtier namespace 1")
-            for part in (
+            lora_id, salt, lora_digest, extra_ids_digest = self.lora_id, self.cache_salt, self._lora_digest, self._extra_ids_digest
+            uses_extra_ids = self.token_width != TOKEN_BYTES
+            parts = [
                 self.seed,
                 b"" if lora_id is None else (b"d" + lora_digest if lora_digest is not None else b"i%d" % lora_id),
                 b"" if salt is None else b"s" + salt.encode("utf-8", "surrogatepass"),
                 b"" if not uses_extra_ids else b"x" + (extra_ids_digest or b""),
-            ):
+            ]
+            if self.encoder_digest is not None:
+                parts.append(b"e" + self.encoder_digest)
+            digest = hashlib.sha256(b"kvtier namespace 1")
+            for part in parts:
                 digest.update(struct.pack("<Q", len(part)))
                 digest.update(part)
             self._chain_seed = digest.digest()
@@ -92,29 +105,152 @@ def multimodal_keys(items: tuple[MultimodalItem, ...], start: int, end: int) -> 
     return [(digest, offset) for _position, _tokens, digest, offset in multimodal_runs(items, start, end)]
 
 
+NO_CHAIN: Final[list[bytes]] = []  # shared, never changed: of most runs nobody asks for a chain key
+
+
+class KeyRun:
+    """Keys of consecutive blocks behind a parent run: what chain keys and events are made of, when somebody asks.
+
+    The content never changes, so that an event may refer to a run after the tree has changed, and read it without the ledger's
+    lock. Two attributes are replaced, each by one assignment of something equal: ``parent`` by a run with the same end, when the
+    tree splits the old one (which would otherwise be kept alive), and the list of chain keys by a longer one.
+
+    Attributes:
+        block_bytes: bytes of the tokens of each block; fewer than a full block's in a partial tail.
+        label: keys of the blocks, back to back.
+        num_blocks: one where the run is not plain.
+        is_plain: full blocks without suffix.
+        parent: the run whose last block precedes this one's first; None at the start of a prompt.
+    """
+
+    __slots__ = ("_chain", "block_bytes", "is_plain", "label", "namespace", "num_blocks", "parent")
+
+    def __init__(self, namespace: Namespace, block_bytes: int, label: bytes, num_blocks: int, is_plain: bool, parent: KeyRun | None,
+                 chain: list[bytes]) -> None:
+        self.namespace = namespace
+        self.block_bytes = block_bytes
+        self.label = label
+        self.num_blocks = num_blocks
+        self.is_plain = is_plain
+        self.parent = parent
+        self._chain = chain  # chain keys of the first blocks, as far as somebody asked; never changed in place
+
+    def upper(self, count: int) -> KeyRun:
+        """The first ``count`` blocks of a plain run."""
+        return KeyRun(self.namespace, self.block_bytes, self.label[:count * self.block_bytes], count, True, self.parent,
+                      self._chain[:count] or NO_CHAIN)
+
+    def lower(self, count: int, end: int, upper: KeyRun) -> KeyRun:
+        """Blocks [count, end) of a plain run, behind ``upper`` which is what comes before them."""
+        return KeyRun(self.namespace, self.block_bytes, self.label[count * self.block_bytes:end * self.block_bytes], end - count, True,
+                      upper, self._chain[count:end] or NO_CHAIN)
+
+    def grown(self, count: int, label: bytes, added: int) -> KeyRun:
+        """The first ``count`` blocks of a plain run, and ``added`` more with these keys."""
+        return KeyRun(self.namespace, self.block_bytes, self.label[:count * self.block_bytes] + label, count + added, True, self.parent,
+                      self._chain[:count] or NO_CHAIN)
+
+    def block_key(self, position: int) -> bytes:
+        """Key of one block."""
+        if not self.is_plain:
+            return self.label
+        return self.label[position * self.block_bytes:(position + 1) * self.block_bytes]
+
+    def chain_key(self, position: int) -> bytes:
+        """SHA-256 chain key of one block, computed when first asked for."""
+        known = self._chain
+        if position < len(known):
+            return known[position]
+        path: list[KeyRun] = []  # upwards to the first run whose chain is complete; a loop, for paths can be thousands of runs long
+        run = self
+        while True:
+            path.append(run)
+            before = run.parent
+            if before is None:
+                key = run.namespace.chain_seed
+                break
+            known = before._chain
+            if len(known) == before.num_blocks:
+                key = known[before.num_blocks - 1]
+                break
+            run = before
+        while path:
+            run = path.pop()
+            chain = list(run._chain)  # a new list: another thread may be reading the old one
+            end = run.num_blocks if path else position + 1
+            if chain:
+                key = chain[len(chain) - 1]
+            while len(chain) < end:
+                key = next_chain_key(key, run.block_key(len(chain)))
+                chain.append(key)
+            run._chain = chain
+            key = chain[end - 1]
+        return key
+
+    def parent_chain_key(self, position: int) -> bytes | None:
+        """Chain key of the block before, None at the start of a prompt."""
+        if position > 0:
+            return self.chain_key(position - 1)
+        before = self.parent
+        return None if before is None else before.chain_key(before.num_blocks - 1)
+
+    def token_ids(self, position: int) -> tuple[int, ...]:
+        """Token ids of one block."""
+        chunk = self.label[position * self.block_bytes:(position + 1) * self.block_bytes]
+        return tuple(_decode(chunk, self.namespace.token_width))
+
+    def multimodal(self, position: int) -> tuple[tuple[bytes, int], ...]:
+        """(digest, offset inside the item) of each item run that overlaps the block, in prompt order."""
+        if self.is_plain or len(self.label) == self.block_bytes:
+            return ()
+        return tuple([(digest, offset) for digest, offset, _first, _tokens
+                      in SUFFIX_RECORD.iter_unpack(self.label[self.block_bytes + 1:])])
+
+
+def _encode(tokens: list[int], width: int) -> bytes:
+    """Tokens without extra ids, in the width of their namespace."""
+    if width == TOKEN_BYTES:
+        return array("i", tokens).tobytes()
+    return b"".join([struct.pack("<iQ", token, 0) for token in tokens])
+
+
+def _decode(chunk: bytes, width: int) -> list[int]:
+    if width == TOKEN_BYTES:
+        return array("i", chunk).tolist()
+    return [token for token, _extra in struct.iter_unpack("<iQ", chunk)]
+
+
 class TokenKeys:
-    """A sequence's tokens as bytes, growing, with the suffixes of its multimodal blocks."""
+    """A sequence's tokens as bytes, growing, with the suffixes of its multimodal blocks.
+
+    Decoding appends to a list and takes back from it; the tokens are joined with the prompt's bytes only when somebody needs them as
+    one string, for that copies the prompt.
+    """
 
     def __init__(self, request: Request, tokens_per_block: int) -> None:
         self.tokens_per_block = tokens_per_block
-        self.width = TOKEN_BYTES if request.extra_ids is None else TOKEN_WITH_EXTRA_BYTES
+        extra_ids: tuple[int, ...] | None = request.extra_ids
+        self.width = TOKEN_BYTES if extra_ids is None else TOKEN_WITH_EXTRA_BYTES
         self.block_bytes = tokens_per_block * self.width
-        self.num_tokens = request.num_tokens
-        if request.extra_ids is None:
-            self._data = request.token_bytes
-        else:
-            ids = array("i", request.token_bytes)
-            self._data = b"".join(struct.pack("<iQ", token, extra) for token, extra in zip(ids, request.extra_ids, strict=True))
+        self.num_tokens: int = request.num_tokens
+        self._data: bytes = request.token_bytes
+        if extra_ids is not None:
+            ids = array("i", self._data)
+            self._data = b"".join([struct.pack("<iQ", token, extra) for token, extra in zip(ids, extra_ids, strict=True)])
         self._appended: list[int] = []
         self.suffixes: dict[int, bytes] = {}
         self.suffix_blocks: list[int] = []  # ascending
-        if request.multimodal:
-            for block in range((request.num_tokens + tokens_per_block - 1) // tokens_per_block):
-                runs = multimodal_runs(request.multimodal, block * tokens_per_block, (block + 1) * tokens_per_block)
-                if runs:
-                    self.suffix_blocks.append(block)
-                    self.suffixes[block] = b"M" + b"".join(
-                        struct.pack("<32sQII", digest, offset, position, tokens) for position, tokens, digest, offset in runs)
+        items: tuple[MultimodalItem, ...] = request.multimodal
+        if items:
+            touched: set[int] = set()
+            for item in items:
+                for start, length in item.runs:
+                    touched.update(range(start // tokens_per_block, (start + length - 1) // tokens_per_block + 1))
+            self.suffix_blocks = sorted(touched)
+            for block in self.suffix_blocks:
+                runs = multimodal_runs(items, block * tokens_per_block, (block + 1) * tokens_per_block)
+                self.suffixes[block] = b"M" + b"".join(
+                    [SUFFIX_RECORD.pack(digest, offset, position, tokens) for position, tokens, digest, offset in runs])
 
     def append(self, token: int) -> None:
         """One more token; the caller has checked that it fits int32."""
@@ -123,38 +259,50 @@ class TokenKeys:
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first ``num_tokens``."""
-        self._data = self.data()[:num_tokens * self.width]
+        joined = len(self._data) // self.width
+        if num_tokens >= joined:
+            del self._appended[num_tokens - joined:]
+        else:
+            self._data = self._data[:num_tokens * self.width]
+            self._appended = []
         self.num_tokens = num_tokens
 
     def data(self) -> bytes:
-        """All tokens, encoded. Appended tokens are joined on demand: decoding appends far more often than it looks."""
+        """All tokens, encoded."""
         if self._appended:
-            if self.width == TOKEN_BYTES:
-                tail = array("i", self._appended).tobytes()
-            else:
-                tail = b"".join(struct.pack("<iQ", token, 0) for token in self._appended)
-            self._data = self._data + tail
+            self._data = self._data + _encode(self._appended, self.width)
             self._appended = []
         return self._data
 
+    def data_of(self, num_tokens: int) -> bytes:
+        """At least the first ``num_tokens`` tokens, encoded."""
+        return self._data if num_tokens * self.width <= len(self._data) else self.data()
+
+    def _part(self, start: int, end: int) -> bytes:
+        """Tokens [start, end), encoded, without joining all of them."""
+        joined = len(self._data) // self.width
+        part = self._data[start * self.width:end * self.width]
+        if end > joined:
+            part += _encode(self._appended[max(start - joined, 0):end - joined], self.width)
+        return part
+
     def block_key(self, block: int, num_tokens: int) -> bytes:
         """Key of the first ``num_tokens`` (at most a block's) tokens of a block."""
-        start = block * self.block_bytes
-        key = self.data()[start:start + num_tokens * self.width]
+        start = block * self.tokens_per_block
+        key = self._part(start, start + num_tokens)
         suffix = self.suffixes.get(block)
         return key if suffix is None else key + suffix
 
     def plain_end(self, block: int, limit: int) -> int:
         """The first block behind ``block`` that has a suffix, at most ``limit``."""
+        if not self.suffix_blocks:
+            return limit
         place = bisect_right(self.suffix_blocks, block)
         return min(self.suffix_blocks[place], limit) if place < len(self.suffix_blocks) else limit
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Token ids [start, end) as integers."""
-        chunk = self.data()[start * self.width:end * self.width]
-        if self.width == TOKEN_BYTES:
-            return array("i", chunk).tolist()
-        return [struct.unpack_from("<i", chunk, offset)[0] for offset in range(0, len(chunk), self.width)]
+        return _decode(self._part(start, end), self.width)
 
 
 class BlockKey:

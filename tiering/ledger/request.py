@@ -93,10 +93,12 @@ class Request:
         extra_ids: one unsigned 64-bit id per prompt token (prompt tuning); ``extra_ids_digest`` lets such blocks reach NVMe.
         multimodal: items whose content is part of the key of the blocks they overlap.
         retention: how long blocks are kept; None keeps priority 35.
-        beam_width: 1 (beam search is not included yet).
+        beam_width: how many beams continue the prompt.
         max_new_tokens: how many tokens may be generated; used by capacity estimates.
         num_draft_tokens: speculative tokens per step; used by capacity estimates.
-        encoder_length: encoder tokens of cross-attention layers.
+        encoder_length: encoder tokens of cross-attention layers. ``encoder_digest`` (32 bytes that identify the encoder's input) is
+            part of the key of every block; without it such a request neither matches nor stores anything, because what its decoder
+            layers keep depends on the encoder.
         skip_read: match nothing. skip_write: store nothing.
 
     Raises:
@@ -107,7 +109,7 @@ class Request:
                  extra_ids: Sequence[int] | None = None, multimodal: Sequence[MultimodalItem] = (),
                  retention: RetentionConfig | None = None, beam_width: int = 1, max_new_tokens: int = 16,
                  num_draft_tokens: int = 0, encoder_length: int = 0, skip_read: bool = False, skip_write: bool = False,
-                 lora_digest: bytes | None = None, extra_ids_digest: bytes | None = None) -> None:
+                 lora_digest: bytes | None = None, extra_ids_digest: bytes | None = None, encoder_digest: bytes | None = None) -> None:
         if isinstance(id, bool) or not isinstance(id, int):
             raise RequestError(f"id={id!r}: a request id is a whole number")
         self.id = id
@@ -132,13 +134,15 @@ class Request:
                 if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= UINT64_MAX:
                     raise RequestError(f"request {id}: extra_ids[{position}]={value!r}; pass whole numbers from 0 to 2^64-1")
             self.extra_ids = ids
-        for name, digest, owner in (("lora_digest", lora_digest, lora_id), ("extra_ids_digest", extra_ids_digest, extra_ids)):
+        for name, digest, owner_name, owner in (("lora_digest", lora_digest, "lora_id", lora_id),
+                                                ("extra_ids_digest", extra_ids_digest, "extra_ids", extra_ids),
+                                                ("encoder_digest", encoder_digest, "encoder_length", encoder_length or None)):
             if digest is None:
                 continue
             if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
                 raise RequestError(f"request {id}: {name}={digest!r}; a digest is {DIGEST_BYTES} bytes (for example a SHA-256)")
             if owner is None:
-                raise RequestError(f"request {id}: {name} without {name.removesuffix('_digest')}; pass both or neither")
+                raise RequestError(f"request {id}: {name} without {owner_name}; pass both or neither")
         if not isinstance(multimodal, Sequence) or any(not isinstance(item, MultimodalItem) for item in multimodal):
             raise RequestError(f"request {id}: multimodal={multimodal!r}; pass a list of MultimodalItem")
         if retention is not None and not isinstance(retention, RetentionConfig):
@@ -152,10 +156,6 @@ class Request:
                                     ("num_draft_tokens", num_draft_tokens, 0), ("encoder_length", encoder_length, 0)):
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise RequestError(f"request {id}: {name}={number!r}; must be a whole number of at least {least}")
-        if beam_width > 1:
-            raise RequestError(f"request {id}: beam_width={beam_width}; beam search is not included yet, use 1")
-        if encoder_length:
-            raise RequestError(f"request {id}: encoder_length={encoder_length}; cross-attention is not included yet, use 0")
         self.retention = retention
         self.beam_width = beam_width
         self.max_new_tokens = max_new_tokens
@@ -165,3 +165,4 @@ class Request:
         self.skip_write = skip_write
         self.lora_digest = lora_digest
         self.extra_ids_digest = extra_ids_digest
+        self.encoder_digest = encoder_digest

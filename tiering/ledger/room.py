@@ -7,52 +7,71 @@ from kvtier.policies.eviction import NOT_QUEUED
 from kvtier.pools.pool_index import PRIMARY, level_of
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.sequence import ActiveSequence
+from kvtier.tiering.ledger.state import LedgerState
 
 NOBODY: frozenset[int] = frozenset()
+NOTHING: set[int] = set()
 
 
-def require_room(allocator: BlockAllocator, sequences: dict[int, ActiveSequence], needed: int, wanted: set[int], what: str,
-                 asking: frozenset[int] = NOBODY) -> None:
-    """Raise CapacityError unless ``needed`` primary blocks can be taken beside the ``wanted`` ones, which must stay.
+def require_room(state: LedgerState, needed: list[int], wanted: list[set[int]], what: str, asking: frozenset[int] = NOBODY) -> None:
+    """Raise CapacityError unless ``needed`` primary blocks of each group can be taken beside the ``wanted`` ones, which must stay.
 
     Args:
-        wanted: ids of blocks that what is asked for holds on to.
+        needed: blocks, by group.
+        wanted: by group, ids of blocks that what is asked for holds on to; empty when there are none in any group.
         what: who needs them, for the message.
         asking: ids of sequences that ask. To pre-empt the only sequence there is, for its own sake, is no remedy.
     """
-    available = free_beside(allocator, wanted)
-    if needed <= available:
+    missing = [0] * len(needed)
+    worst = -1
+    for group, count in enumerate(needed):
+        available = free_beside(state.allocators[group], wanted[group] if wanted else NOTHING)
+        missing[group] = count - available
+        if missing[group] > 0 and (worst < 0 or missing[group] > missing[worst]):
+            worst = group
+    if worst < 0:
         return
+    allocator = state.allocators[worst]
     total = allocator.num_blocks[PRIMARY]
-    preempt = _whom_to_preempt(allocator, sequences, needed - available, wanted)
-    busy = sum(1 for block in allocator.holders[PRIMARY] if block.ref_count == 0 and allocator.is_busy(block))
-    if len(sequences) == 1 and asking.issuperset(preempt) and not busy:
+    preempt = _whom_to_preempt(state, missing, wanted)
+    busy = allocator.num_unreferenced_busy[PRIMARY]
+    if len(state.sequences) == 1 and asking.issuperset(preempt) and not busy:
         preempt = []  # once it is admitted again it would only get this far again
     remedy = (f"pre-empt requests {preempt}" if preempt else
-              f"try again when {busy} blocks are free that a file is being read into" if busy and needed <= total else
+              f"try again when {busy} blocks are free that a file is being read into" if busy and needed[worst] <= total else
               f"enlarge primary (now {total} blocks of {allocator.tokens_per_block} tokens) or send fewer tokens")
-    raise CapacityError(f"{what}: {needed} primary blocks needed, {available} available of {total}; {remedy}", needed, available, preempt)
+    where = f" of group {worst}" if len(state.groups) > 1 else ""
+    available = needed[worst] - missing[worst]
+    raise CapacityError(f"{what}: {needed[worst]} primary blocks{where} needed, {available} available of {total}; {remedy}", needed[worst],
+                        available, preempt)
 
 
 def free_beside(allocator: BlockAllocator, wanted: set[int]) -> int:
     """Free primary blocks beside the ``wanted`` ones."""
     blocks = allocator.blocks
     held = sum(1 for block_id in wanted if blocks[block_id].queue != NOT_QUEUED and level_of(blocks[block_id].index) == PRIMARY)
-    return allocator.queues.free[PRIMARY] - held
+    return allocator.queues.num_free(PRIMARY) - held
 
 
-def _whom_to_preempt(allocator: BlockAllocator, sequences: dict[int, ActiveSequence], missing: int, wanted: set[int]) -> list[int]:
-    """Sequences, newest first, whose end frees ``missing`` blocks that are not ``wanted``; none when all of them would not."""
-    references: dict[int, int] = {}  # that are left: a shared block is free when the last of its sequences has ended
+def _whom_to_preempt(state: LedgerState, missing: list[int], wanted: list[set[int]]) -> list[int]:
+    """Sequences, newest first, whose end frees what is missing in every group beside what is wanted; none when all would not."""
+    left = list(missing)
+    references: list[dict[int, int]] = [{} for _ in missing]  # a shared block is free when the last of its sequences has ended
     preempt: list[int] = []
-    for sequence in sorted(sequences.values(), key=_admission_order, reverse=True):
+    for sequence in sorted(state.sequences.values(), key=_admission_order, reverse=True):
         preempt.append(sequence.id)
-        for block in sequence.blocks:
-            left = references.get(block.id, block.ref_count) - 1
-            references[block.id] = left
-            if left == 0 and block.id not in wanted and not allocator.is_busy(block):
-                missing -= 1
-        if missing <= 0:
+        for row in sequence.rows:
+            allocator = state.allocators[row.group]
+            still = references[row.group]
+            for beam in range(len(row.other_beams) + 1):
+                for block in row.beam(beam):
+                    if block.id < 0:
+                        continue
+                    count = still.get(block.id, block.ref_count) - 1
+                    still[block.id] = count
+                    if count == 0 and not (wanted and block.id in wanted[row.group]) and not allocator.is_busy(block):
+                        left[row.group] -= 1
+        if max(left) <= 0:
             return preempt
     return []
 

@@ -8,11 +8,46 @@ from kvtier.tiering.ledger.key import Namespace, TokenKeys
 from kvtier.tiering.ledger.request import INT32_MAX, INT32_MIN, Request
 
 
+class SequenceRow:
+    """One group's part of a sequence.
+
+    Attributes:
+        blocks: handles in prompt order, of beam 0; the group's placeholder where a position has none (out of the window, no snapshot).
+        other_beams: the same for beams 1 and up; empty with one beam. A handle that several beams hold is referenced by each.
+        departed_ids: by beam, ids of the blocks behind the sinks that have left the window.
+    """
+
+    def __init__(self, group: int) -> None:
+        self.group = group
+        self.blocks: list[Block] = []
+        self.other_beams: list[list[Block]] = []
+        self.departed_ids: list[list[int]] = []
+
+    @property
+    def num_departed(self) -> int:
+        """Positions behind the sinks that have left the window."""
+        return len(self.departed_ids[0]) if self.departed_ids else 0
+
+    def beam(self, number: int) -> list[Block]:
+        """Handles of one beam."""
+        return self.blocks if number == 0 else self.other_beams[number - 1]
+
+    def replace(self, position: int, old: Block, new: Block) -> int:
+        """Exchange a handle in every beam that has it at this position. Returns how many have."""
+        count = 0
+        for beam in range(len(self.other_beams) + 1):
+            blocks = self.beam(beam)
+            if blocks[position] is old:
+                blocks[position] = new
+                count += 1
+        return count
+
+
 class ActiveSequence:
     """One sequence.
 
     Attributes:
-        blocks: its handles in prompt order.
+        rows: its handles, by group.
         computed: leading tokens whose keys and values are there.
         prepopulated: leading tokens promised by reuse; ``valid`` is what is left of them after failed reads.
         num_prefix_blocks: leading blocks that came from reuse, the partially matched one included.
@@ -20,14 +55,15 @@ class ActiveSequence:
         must_report: ``valid`` shrank and the engine has not been told yet.
         must_preempt: a failed block could not be replaced; the engine has to remove this sequence.
         delivered: its hits have been counted.
+        external_tokens: tokens behind the reused ones that somebody else has announced.
     """
 
-    def __init__(self, request: Request, keys: TokenKeys, namespace: Namespace, order: int) -> None:
+    def __init__(self, request: Request, keys: TokenKeys, namespace: Namespace, order: int, num_groups: int) -> None:
         self.request = request
         self.keys = keys
         self.namespace = namespace
         self.order = order  # ascending with admission: pre-emption names the newest first
-        self.blocks: list[Block] = []
+        self.rows: list[SequenceRow] = [SequenceRow(group) for group in range(num_groups)]
         self.computed = 0
         self.prepopulated = 0
         self.valid = 0
@@ -36,6 +72,7 @@ class ActiveSequence:
         self.must_report = False
         self.must_preempt = False
         self.delivered = False
+        self.external_tokens = 0
         self.total_blocks = 0
         self.new_blocks = 0
         self.reused_blocks = 0
@@ -46,6 +83,11 @@ class ActiveSequence:
         return self.request.id
 
     @property
+    def blocks(self) -> list[Block]:
+        """Handles of the first group and beam: all there are for most models."""
+        return self.rows[0].blocks
+
+    @property
     def num_tokens(self) -> int:
         return self.keys.num_tokens
 
@@ -54,17 +96,21 @@ class ActiveSequence:
         return self.keys.num_tokens > self.request.num_tokens
 
     def storable_tokens(self) -> int:
-        """What may enter the tree: what was computed, and never the newest token."""
-        return min(self.computed, self.keys.num_tokens - 1)
+        """What may enter the tree: what was computed, and never the newest token. Of beams, what they share: the prompt's full blocks."""
+        storable = min(self.computed, self.keys.num_tokens - 1)
+        if self.request.beam_width > 1:
+            num_tokens = self.request.num_tokens
+            return min(storable, num_tokens - num_tokens % self.keys.tokens_per_block)
+        return storable
 
 
 class Lease:
-    """Blocks held on behalf of one request until released. ``block_ids``: the pinned handles in prompt order."""
+    """Blocks held on behalf of one request until released. ``rows``: the pinned handles by group, in prompt order."""
 
-    def __init__(self, lease_id: int, request_id: int, blocks: list[Block]) -> None:
+    def __init__(self, lease_id: int, request_id: int, rows: list[list[Block]]) -> None:
         self.lease_id = lease_id
         self.request_id = request_id
-        self.blocks = blocks
+        self.rows = rows
 
 
 def check_token(request_id: int, token: int) -> None:

@@ -1,125 +1,257 @@
-"""Entering the tree: a sequence's computed blocks, and blocks that a store directory already held (design: warm start)."""
+"""Entering the tree: a sequence's computed blocks, and blocks that a store directory already held (design: warm start).
+
+One walk serves all groups. Each group then fills the places that it has a handle for and the tree has none.
+"""
 
 from __future__ import annotations
 
-from kvtier.pools.pool_index import NVME, level_of
+from kvtier.pools.pool_index import NVME, PRIMARY, level_of
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block
-from kvtier.tiering.ledger.events import EventLog, StoredBlock
-from kvtier.tiering.ledger.key import Namespace, TokenKeys, next_chain_key
+from kvtier.tiering.ledger.events import EventLog
+from kvtier.tiering.ledger.group import FULL, RECURRENT, WINDOW, GroupSpec
+from kvtier.tiering.ledger.key import KeyRun, Namespace, TokenKeys, next_chain_key
 from kvtier.tiering.ledger.sequence import ActiveSequence
 from kvtier.tiering.ledger.tree import Node, ReuseTree, Walk
 
 
-def store_blocks(tree: ReuseTree, allocator: BlockAllocator, events: EventLog, sequence: ActiveSequence, group: int,
+def storing_order(groups: list[GroupSpec]) -> list[int]:
+    """The groups that store, in the order of their events: full attention, windows from the largest down, then the rest."""
+    order = [number for number, group in enumerate(groups) if group.kind == FULL]
+    windows = [(-group.window, number) for number, group in enumerate(groups) if group.kind == WINDOW]
+    windows.sort()
+    order.extend([number for _window, number in windows])
+    order.extend([number for number, group in enumerate(groups) if group.kind == RECURRENT])
+    return order
+
+
+class StoredRuns:
+    """Collects what one group stored in one call: one Stored event for each run of consecutive blocks."""
+
+    def __init__(self, events: EventLog, group: int, level: int) -> None:
+        self._events = events
+        self._group = group
+        self._level = level
+        self._end = -1
+        self._spans: list[tuple[KeyRun, int, int]] = []
+        self._priorities: list[int] = []
+
+    def add(self, node: Node, position: int, number: int, blocks: list[Block], start: int, count: int) -> None:
+        """``blocks[start:start + count]``, of the prompt from ``number`` on, went into the places of a run from ``position`` on."""
+        if not self._events.enabled:
+            return
+        if number != self._end:
+            self.publish()
+        self._end = number + count
+        self._spans.append((node.run, position, count))
+        priorities = [block.priority for block in blocks[start:start + count]]
+        if self._priorities:
+            self._priorities.extend(priorities)
+        else:
+            self._priorities = priorities
+
+    def publish(self) -> None:
+        if self._spans:
+            self._events.stored(self._group, self._spans, self._level, self._priorities)
+            self._spans = []
+            self._priorities = []
+
+
+def store_blocks(tree: ReuseTree, allocators: list[BlockAllocator], groups: list[GroupSpec], events: EventLog, sequence: ActiveSequence,
                  with_partial: bool) -> None:
-    """Attach a sequence's storable blocks where the tree has none yet. An occupied place keeps its handle."""
+    """Attach a sequence's storable blocks where the tree has none yet. An occupied place keeps its handle.
+
+    ``with_partial``: the last, not yet full block too; not where a running state is kept, which is of whole blocks only.
+    """
     keys = sequence.keys
     usable = sequence.storable_tokens()
     tokens_per_block = keys.tokens_per_block
     if usable < tokens_per_block and not (with_partial and usable > 0):
         return
+    order = storing_order(groups)
+    if not order:
+        return
     walk = tree.walk(tree.root(sequence.namespace), keys, usable)
-    stored: list[tuple[int, Node, int]] = []  # block number, place
-    number = 0
-    for node, count in zip(walk.nodes, walk.counts, strict=True):
-        if node.present[group] < node.length:
-            for position in range(count):
-                if node.values[group][position] is None:
-                    stored.append((number + position, node, position))
-        number += count
-    for node, position in tree.extend(walk, keys, usable):
-        stored.append((number, node, position))
-        number += 1
-    attached: list[tuple[int, Node, int]] = []
-    for number, node, position in stored:
-        block = sequence.blocks[number]
-        if block.node is not None:
-            allocator.publish_removed(block)  # it moves: attach() takes it from its old place
-        tree.attach(node, position, group, block, tokens_per_block)
-        attached.append((number, node, position))
-    if with_partial and usable % tokens_per_block:
-        tail = tree.walk(tree.root(sequence.namespace), keys, usable)
-        last = sequence.blocks[tail.num_blocks]
-        if tail.num_blocks == usable // tokens_per_block and last.node is None:
-            place = tree.extend_partial(tail, keys, usable)
-            if place is not None:
-                tree.attach(place[0], place[1], group, last, usable % tokens_per_block)
-                attached.append((tail.num_blocks, place[0], place[1]))
-    if events.enabled:
-        _publish(events, keys, sequence.namespace, group, attached)
+    if _leave_other_places(tree, allocators, order, sequence, walk, usable // tokens_per_block):
+        walk = tree.walk(tree.root(sequence.namespace), keys, usable)
+    num_old = len(walk.nodes)
+    old_counts = list(walk.counts)
+    spans = tree.extend(walk, keys, usable)
+    tail: Node | None = None
+    if with_partial and usable % tokens_per_block and _has_tail(order, groups, sequence, walk.num_blocks):
+        place = tree.extend_partial(walk, keys, usable)
+        if place is not None:
+            tail = place[0]
+    for group in order:
+        blocks = sequence.rows[group].blocks
+        is_whole = groups[group].kind == FULL  # the others have placeholders in some places
+        runs = StoredRuns(events, group, PRIMARY)
+        number = 0
+        for i in range(num_old):
+            node = walk.nodes[i]
+            if node.present[group] < node.length:
+                _fill_holes(tree, runs, node, old_counts[i], group, blocks, number)
+            number += old_counts[i]
+        for node, first, count in spans:
+            if is_whole:
+                tree.attach_span(node, first, group, blocks, number, count)
+                runs.add(node, first, number, blocks, number, count)
+            else:
+                _attach_real(tree, runs, node, first, group, blocks, number, count)
+            number += count
+        if tail is not None and tail.values[group][0] is None:
+            last = blocks[number]
+            if last.id >= 0 and last.node is None:
+                tree.attach(tail, 0, group, last, usable % tokens_per_block)
+                runs.add(tail, 0, number, blocks, number, 1)
+        runs.publish()
+    tree.prune(walk.end()[0] if tail is None else tail)  # where no group had a handle for the last places
 
 
-def _publish(events: EventLog, keys: TokenKeys, namespace: Namespace, group: int, attached: list[tuple[int, Node, int]]) -> None:
-    """One Stored event for each run of consecutive blocks."""
-    run: list[StoredBlock] = []
-    parent: bytes | None = None
-    previous = -2
-    for number, node, position in attached:
-        if number != previous + 1:
-            events.stored(group, parent, run)
-            run = []
-            parent = node.parent_chain_key(position)
-        block = node.values[group][position]
-        assert block is not None
-        start = number * keys.tokens_per_block
-        run.append(StoredBlock(node.chain_key(position), tuple(keys.token_ids(start, start + block.num_tokens)), namespace.identity[0],
-                               namespace.identity[1], level_of(block.index), block.priority))
-        previous = number
-    events.stored(group, parent, run)
-
-
-def warm_prefix(tree: ReuseTree, allocator: BlockAllocator, namespace: Namespace, keys: TokenKeys, num_tokens: int
-                ) -> tuple[Walk | None, list[tuple[int, Block]]]:
-    """Blocks on NVMe that continue the prompt where the tree ends, by chain key: (block number, handle) of each."""
+def _leave_other_places(tree: ReuseTree, allocators: list[BlockAllocator], order: list[int], sequence: ActiveSequence, walk: Walk,
+                        end: int) -> bool:
+    """Handles that will be needed at this prompt's places and sit elsewhere leave, before any place is made: leaving prunes."""
     found: list[tuple[int, Block]] = []
+    for group in order:
+        blocks = sequence.rows[group].blocks
+        number = 0
+        for node, count in zip(walk.nodes, walk.counts, strict=True):
+            if node.present[group] < node.length:
+                values = node.values[group]
+                for position in range(count):
+                    if values[position] is None and blocks[number + position].node is not None:
+                        found.append((group, blocks[number + position]))
+            number += count
+        for block in blocks[walk.num_blocks:end]:
+            if block.node is not None:
+                found.append((group, block))
+    for group, block in found:
+        allocators[group].publish_removed(block)
+        tree.detach(block, group)
+        allocators[group].drop_backings(block)  # they are known by the old key
+    return len(found) > 0
+
+
+def _has_tail(order: list[int], groups: list[GroupSpec], sequence: ActiveSequence, number: int) -> bool:
+    """Whether some group has a handle for the partial last block, and none keeps a running state."""
+    has_handle = False
+    for group in order:
+        if groups[group].kind == RECURRENT:
+            return False
+        last = sequence.rows[group].blocks[number]
+        if last.id >= 0 and last.node is None:
+            has_handle = True
+    return has_handle
+
+
+def _fill_holes(tree: ReuseTree, runs: StoredRuns, node: Node, count: int, group: int, blocks: list[Block], number: int) -> None:
+    """Of the first ``count`` places of a run those that are empty; the prompt's block ``number`` belongs into the first place."""
+    values = node.values[group]
+    for position in range(count):
+        if values[position] is None and blocks[number + position].id >= 0:
+            tree.attach(node, position, group, blocks[number + position], tree.tokens_per_block)
+            runs.add(node, position, number + position, blocks, number + position, 1)
+
+
+def _attach_real(tree: ReuseTree, runs: StoredRuns, node: Node, first: int, group: int, blocks: list[Block], number: int,
+                 count: int) -> None:
+    """Fill empty places with the handles among ``blocks[number:number + count]`` that are no placeholders."""
+    start = number
+    end = number + count
+    while start < end:
+        if blocks[start].id < 0:
+            start += 1
+            continue
+        stop = start + 1
+        while stop < end and blocks[stop].id >= 0:
+            stop += 1
+        tree.attach_span(node, first + start - number, group, blocks, start, stop - start)
+        runs.add(node, first + start - number, start, blocks, start, stop - start)
+        start = stop
+
+
+def warm_prefix(tree: ReuseTree, allocators: list[BlockAllocator], groups: list[GroupSpec], namespace: Namespace, keys: TokenKeys,
+                num_tokens: int) -> tuple[Walk | None, list[list[tuple[int, Block]]]]:
+    """Blocks on NVMe since the start that the prompt could use, by chain key: for each group (block number, handle) of each.
+
+    Where a full-attention group has a block neither in the tree nor here, the search ends. Other groups may have gaps.
+    """
+    found: list[list[tuple[int, Block]]] = [[] for _ in groups]
+    order = storing_order(groups)
     root = tree.find_root(namespace)
     walk: Walk | None = None
-    parent = namespace.chain_seed
+    key = namespace.chain_seed if root is None else root.run.namespace.chain_seed
     number = 0
     if root is not None:
         walk = tree.walk(root, keys, num_tokens)
         for node, count in zip(walk.nodes, walk.counts, strict=True):
-            if node.present[allocator.group] < node.length:
+            if not _is_full(node, order):
                 for position in range(count):
-                    if node.values[allocator.group][position] is None:
-                        block = allocator.warm.get(node.chain_key(position))
-                        if block is None:
-                            return walk, found
-                        found.append((number + position, block))
+                    if not _find_warm(allocators, groups, order, node, position, b"", number + position, found):
+                        return walk, found
             number += count
         if walk.nodes:
             node, count = walk.end()
-            parent = node.chain_key(count - 1)
+            key = node.chain_key(count - 1)
     for behind in range(number, num_tokens // keys.tokens_per_block):
-        parent = next_chain_key(parent, keys.block_key(behind, keys.tokens_per_block))
-        block = allocator.warm.get(parent)
-        if block is None:
+        key = next_chain_key(key, keys.block_key(behind, keys.tokens_per_block))
+        if not _find_warm(allocators, groups, order, None, 0, key, behind, found):
             break
-        found.append((behind, block))
     return walk, found
 
 
-def adopt_warm_blocks(tree: ReuseTree, allocator: BlockAllocator, namespace: Namespace, keys: TokenKeys, num_tokens: int) -> None:
+def _is_full(node: Node, order: list[int]) -> bool:
+    return all(node.present[group] == node.length for group in order)
+
+
+def _find_warm(allocators: list[BlockAllocator], groups: list[GroupSpec], order: list[int], node: Node | None, position: int, key: bytes,
+               number: int, found: list[list[tuple[int, Block]]]) -> bool:
+    """Note the groups' warm handles of one block. False where full attention has none: nothing behind it can be used."""
+    noted: list[tuple[int, Block]] = []
+    for group in order:
+        if node is not None:
+            if node.values[group][position] is not None:
+                continue
+            if not key:
+                key = node.chain_key(position)
+        block = allocators[group].warm.get(key)
+        if block is not None:
+            noted.append((group, block))
+        elif groups[group].kind == FULL:
+            return False
+    for group, block in noted:
+        found[group].append((number, block))
+    return True
+
+
+def adopt_warm_blocks(tree: ReuseTree, allocators: list[BlockAllocator], groups: list[GroupSpec], namespace: Namespace, keys: TokenKeys,
+                      num_tokens: int) -> None:
     """Give warm blocks that continue the prompt their place in the tree, with the request's own tokens."""
-    if not allocator.warm or not namespace.is_persistent:
+    for allocator in allocators:
+        if allocator.warm:
+            break
+    else:
         return
-    _walk, found = warm_prefix(tree, allocator, namespace, keys, num_tokens)
-    if not found:
+    if not namespace.is_persistent:
         return
-    end = (found[-1][0] + 1) * keys.tokens_per_block
+    _walk, found = warm_prefix(tree, allocators, groups, namespace, keys, num_tokens)
+    last = max([numbered[-1][0] for numbered in found if numbered], default=-1)
+    if last < 0:
+        return
+    end = (last + 1) * keys.tokens_per_block
     walk = tree.walk(tree.root(namespace), keys, end)
+    tree.extend(walk, keys, end)
     places: list[tuple[Node, int]] = []
     for node, count in zip(walk.nodes, walk.counts, strict=True):
         places.extend([(node, position) for position in range(count)])
-    places.extend(tree.extend(walk, keys, end))
-    adopted: list[tuple[int, Node, int]] = []
-    for number, block in found:
-        node, position = places[number]
-        assert level_of(block.index) == NVME
-        del allocator.warm[block.warm_key]
-        block.warm_key = b""
-        tree.attach(node, position, allocator.group, block, keys.tokens_per_block)
-        adopted.append((number, node, position))
-    if allocator.events.enabled:
-        _publish(allocator.events, keys, namespace, allocator.group, adopted)
+    for group in storing_order(groups):
+        allocator = allocators[group]
+        runs = StoredRuns(allocator.events, group, NVME)
+        for number, block in found[group]:
+            node, position = places[number]
+            assert level_of(block.index) == NVME
+            del allocator.warm[block.warm_key]
+            block.warm_key = b""
+            tree.attach(node, position, group, block, keys.tokens_per_block)
+            runs.add(node, position, number, [block], 0, 1)
+        runs.publish()

@@ -12,78 +12,72 @@ from __future__ import annotations
 from typing import Final
 
 from kvtier.tiering.ledger.block import Block
-from kvtier.tiering.ledger.key import Identity, Namespace, TokenKeys, next_chain_key
+from kvtier.tiering.ledger.key import NO_CHAIN, Identity, KeyRun, Namespace, TokenKeys
+from kvtier.tiering.ledger.siblings import PartialPlaces, SiblingOrder, common_tokens
 
 MAX_GROWING_RUN: Final = 64  # blocks; longer runs are continued in a child, so that growing stays cheap
+COPIED_BYTES: Final = 4096  # so much is copied and compared sooner than ``startswith`` is called or a view made
+FEW_CHILDREN: Final = 8  # up to so many are looked through one by one for partial matches
 
 
 class Node:
     """A run of blocks.
 
-    ``label`` holds the keys of its blocks back to back. After evictions at the end only the first ``length`` blocks count;
-    the label is trimmed when more than half of it is stale.
+    ``label`` (the same object as the run's) holds the keys of its blocks back to back. After evictions at the end only the first
+    ``length`` blocks count; label and run are cut when more than half of them is stale, or when the node gets a child.
     """
 
-    def __init__(self, parent: Node | None, namespace: Namespace, block_bytes: int, label: bytes, length: int, is_plain: bool,
-                 num_groups: int) -> None:
+    __slots__ = ("block_bytes", "children", "is_plain", "label", "length", "order", "parent", "present", "run", "values")
+
+    def __init__(self, parent: Node | None, run: KeyRun, block_bytes: int, num_groups: int) -> None:
         self.parent = parent
-        self.namespace = namespace
+        self.run = run
+        self.label = run.label
+        self.length = run.num_blocks
+        self.is_plain = run.is_plain    # a run of full blocks without suffix: may grow and split
         self.block_bytes = block_bytes  # bytes of one full plain block's key
-        self.label = label
-        self.length = length
-        self.is_plain = is_plain        # a run of full blocks without suffix: may grow and split
-        self.values: list[list[Block | None]] = [[None] * length for _ in range(num_groups)]
+        self.values: list[list[Block | None]] = [[None] * run.num_blocks for _ in range(num_groups)]
         self.present: list[int] = [0] * num_groups
-        self.children: dict[bytes, Node] = {}
-        self.by_first_token: dict[bytes, list[Node]] = {}  # plain and partial children, for partial matches
-        self.chain: list[bytes] = []    # chain keys of the first blocks, as far as somebody asked
+        self.children: dict[bytes, Node] = NO_CHILDREN
+        self.order: SiblingOrder | None = None  # keys of the children without suffix, once there were more than a few
 
     @property
     def key(self) -> bytes:
         """What the parent finds this node by."""
         return self.label[:self.block_bytes] if self.is_plain else self.label
 
+    @property
+    def namespace(self) -> Namespace:
+        return self.run.namespace
+
     def block_key(self, position: int) -> bytes:
         """Key of one block of the run."""
-        if not self.is_plain:
-            return self.label
-        return self.label[position * self.block_bytes:(position + 1) * self.block_bytes]
+        return self.run.block_key(position)
 
     def chain_key(self, position: int) -> bytes:
         """SHA-256 chain key of one block of the run, computed when first asked for."""
-        if len(self.chain) > position:
-            return self.chain[position]
-        path: list[Node] = []  # upwards to the first node whose chain is complete; a loop, for paths can be thousands of nodes long
-        node = self
-        while node.parent is not None and len(node.chain) < node.length:
-            path.append(node)
-            node = node.parent
-        parent = node.namespace.chain_seed if node.parent is None else node.chain[-1]
-        for node in reversed(path):
-            chain = node.chain
-            end = position + 1 if node is self else node.length
-            if chain:
-                parent = chain[-1]
-            while len(chain) < end:
-                parent = next_chain_key(parent, node.block_key(len(chain)))
-                chain.append(parent)
-        return self.chain[position]
+        return self.run.chain_key(position)
 
     def parent_chain_key(self, position: int) -> bytes | None:
         """Chain key of the block before, None at the start of a prompt."""
-        if position > 0:
-            return self.chain_key(position - 1)
-        if self.parent is None or self.parent.parent is None:
-            return None
-        return self.parent.chain_key(self.parent.length - 1)
+        return self.run.parent_chain_key(position)
 
     def is_leaf(self, position: int) -> bool:
         """Nothing is stored behind this block, in any group."""
         return position == self.length - 1 and not self.children
 
+    def takes_partial(self) -> bool:
+        """Whether part of its first block may be matched: it has no suffix, for part of an item is not that item."""
+        return self.is_plain or len(self.label) == self.run.block_bytes
+
+
+NO_CHILDREN: Final[dict[bytes, Node]] = {}  # shared by all leaves; replaced, never filled
+
 
 class Walk:
     """How far a prompt is in the tree: ``nodes[i]`` matched its first ``counts[i]`` blocks; ``num_blocks`` in total."""
+
+    __slots__ = ("counts", "nodes", "num_blocks", "root")
 
     def __init__(self, root: Node) -> None:
         self.root = root
@@ -115,107 +109,123 @@ class ReuseTree:
         """The root of a namespace, made when there is none. An empty root is dropped again when its last block leaves."""
         node = self.roots.get(namespace.identity)
         if node is None:
-            node = Node(None, namespace, self.tokens_per_block * namespace.token_width, b"", 0, False, self.num_groups)
+            block_bytes = self.tokens_per_block * namespace.token_width
+            node = Node(None, KeyRun(namespace, block_bytes, b"", 0, False, None, NO_CHAIN), block_bytes, self.num_groups)
             self.roots[namespace.identity] = node
         return node
 
     def walk(self, root: Node, keys: TokenKeys, num_tokens: int) -> Walk:
         """Follow the full blocks of the first ``num_tokens`` tokens as far as their keys are in the tree, holes included."""
         walk = Walk(root)
-        data = keys.data()
+        data = keys.data_of(num_tokens)
         block_bytes = keys.block_bytes
         suffixes = keys.suffixes
+        has_suffixes = len(suffixes) > 0
         limit = num_tokens // keys.tokens_per_block
-        node = root
+        children = root.children
+        nodes = walk.nodes
+        counts = walk.counts
         block = 0
         while block < limit:
             start = block * block_bytes
             key = data[start:start + block_bytes]
             reach = limit - block
-            if suffixes:
+            if has_suffixes:
                 suffix = suffixes.get(block)
                 if suffix is not None:
                     key += suffix
                 else:
                     reach = keys.plain_end(block, limit) - block  # a plain run never covers a block with a suffix
-            child = node.children.get(key)
+            child = children.get(key)
             if child is None:
                 break
-            count = _matching_blocks(child, data, start, reach) if child.is_plain else 1
-            walk.nodes.append(child)
-            walk.counts.append(count)
+            length = child.length
+            count = 1 if not child.is_plain or length == 1 else _matching_blocks(child, data, start, reach)
+            nodes.append(child)
+            counts.append(count)
             block += count
-            node = child
-            if count < child.length:
+            if count < length:
                 break
+            children = child.children
         walk.num_blocks = block
         return walk
 
-    def partial_candidates(self, walk: Walk, keys: TokenKeys, num_tokens: int, group: int) -> list[tuple[int, Block]]:
-        """Blocks behind the walk's end that share leading tokens with the next block of the prompt, longest first.
+    def partial_places(self, walk: Walk, keys: TokenKeys, num_tokens: int) -> PartialPlaces:
+        """Places behind the walk's end that share leading tokens with the prompt's next block, longest first.
 
-        Each with the number of tokens shared. Blocks with a suffix never take part: part of an item is not that item.
+        The same for every group: whether one has a handle there is for the caller to see. A place of which all tokens are shared may
+        be a stored tail that is part of the prompt. Blocks with a suffix never take part: part of an item is not that item.
         """
         block = walk.num_blocks
-        if block in keys.suffixes:
-            return []
-        start = block * keys.block_bytes
-        chunk = keys.data()[start:min(start + keys.block_bytes, num_tokens * keys.width)]
-        if not chunk:
-            return []
-        node, count = walk.end()
         width = keys.width
+        node, count = walk.end()
+        found: list[tuple[int, Node, int]] = []
+        start = block * keys.block_bytes
+        chunk = keys.data_of(num_tokens)[start:min(start + keys.block_bytes, num_tokens * width)]
+        places = PartialPlaces(chunk, width, node, found)
+        if not chunk or block in keys.suffixes:
+            return places
         if count < node.length:
-            value = node.values[group][count]
-            shared = _common_tokens(node.block_key(count), chunk, width)
-            return [(shared, value)] if value is not None and shared > 0 else []
-        found: list[tuple[int, Block]] = []
-        for child in node.by_first_token.get(chunk[:width], []):
-            value = child.values[group][0]
-            if value is not None:
-                found.append((_common_tokens(child.block_key(0), chunk, width), value))
-        found.sort(key=_shared_tokens, reverse=True)
-        return found
+            shared = common_tokens(node.block_key(count), chunk, width)
+            if shared > 0:
+                found.append((shared, node, count))
+        elif node.order is not None:
+            places.search(node.order)
+        else:
+            for child in node.children.values():
+                if child.takes_partial():
+                    shared = common_tokens(child.block_key(0), chunk, width)
+                    if shared > 0:
+                        found.append((shared, child, 0))
+            if len(found) > 1:
+                found.reverse()
+                found.sort(key=_shared_tokens)
+        return places
 
     # -- changing --------------------------------------------------------------------------------------------------------
 
-    def extend(self, walk: Walk, keys: TokenKeys, num_tokens: int) -> list[tuple[Node, int]]:
-        """Make places for the full blocks of the first ``num_tokens`` tokens behind the walk. Returns (node, position) of each."""
-        places: list[tuple[Node, int]] = []
+    def extend(self, walk: Walk, keys: TokenKeys, num_tokens: int) -> list[tuple[Node, int, int]]:
+        """Make places for the full blocks of the first ``num_tokens`` tokens behind the walk, and move the walk to their end.
+
+        Returns spans (node, first position, count) in prompt order. Whoever leaves the last of them empty calls :meth:`prune`.
+        """
+        spans: list[tuple[Node, int, int]] = []
         block = walk.num_blocks
         limit = num_tokens // keys.tokens_per_block
         if block >= limit:
-            return places
+            return spans
         node, count = walk.end()
         if count < node.length:
             self._split(node, count)
-        data = keys.data()
+        data = keys.data_of(num_tokens)
         while block < limit:
             if block in keys.suffixes:
-                node = self._add_child(node, keys.block_key(block, keys.tokens_per_block), 1, False)
-                places.append((node, 0))
-                block += 1
-                continue
-            end = keys.plain_end(block, limit)
-            label = data[block * keys.block_bytes:end * keys.block_bytes]
-            count = end - block
-            if node.is_plain and not node.children and node.length + count <= MAX_GROWING_RUN:
-                first = node.length
-                node.label = node.label[:first * node.block_bytes] + label
-                node.length += count
-                for values in node.values:
-                    values.extend([None] * count)
+                end = block + 1
+                node = self._add_child(node, keys.block_key(block, keys.tokens_per_block), 1, False, keys.block_bytes)
+                spans.append((node, 0, 1))
+                walk.nodes.append(node)
+                walk.counts.append(1)
             else:
-                first = 0
-                node = self._add_child(node, label, count, True)
-            places.extend([(node, first + i) for i in range(count)])
+                end = keys.plain_end(block, limit)
+                label = data[block * keys.block_bytes:end * keys.block_bytes]
+                count = end - block
+                if node.is_plain and not node.children and node.length + count <= MAX_GROWING_RUN:
+                    spans.append((node, node.length, count))
+                    walk.counts[-1] += count
+                    _grow(node, label, count)
+                else:
+                    node = self._add_child(node, label, count, True, keys.block_bytes)
+                    spans.append((node, 0, count))
+                    walk.nodes.append(node)
+                    walk.counts.append(count)
             block = end
-        return places
+        walk.num_blocks = block
+        return spans
 
     def extend_partial(self, walk: Walk, keys: TokenKeys, num_tokens: int) -> tuple[Node, int] | None:
-        """A place for the partial last block of the first ``num_tokens`` tokens; None when an equal one is taken or there is none.
+        """The place of the partial last block of the first ``num_tokens`` tokens, made when there is none; None without such a block.
 
-        The walk must have matched every full block before it.
+        The walk must have matched every full block before it. Whoever leaves the place empty calls :meth:`prune`.
         """
         tail = num_tokens % keys.tokens_per_block
         if tail == 0:
@@ -224,31 +234,87 @@ class ReuseTree:
         node, count = walk.end()
         if count < node.length:
             self._split(node, count)
-        if key in node.children:
-            return None
-        return self._add_child(node, key, 1, False), 0
+        child = node.children.get(key)
+        if child is None:
+            child = self._add_child(node, key, 1, False, tail * keys.width)
+        return child, 0
 
     def attach(self, node: Node, position: int, group: int, block: Block, num_tokens: int) -> None:
         """Put a handle into an empty place. One that sits elsewhere leaves that place first."""
-        assert node.values[group][position] is None
+        values = node.values[group]
+        assert values[position] is None
         if block.node is not None:
             self.detach(block, group)
-        node.values[group][position] = block
+        values[position] = block
         node.present[group] += 1
         block.node = node
         block.position = position
         block.num_tokens = num_tokens
 
+    def attach_span(self, node: Node, first: int, group: int, blocks: list[Block], start: int, count: int) -> None:
+        """Put the full blocks ``blocks[start:start + count]``, which are in no place, into the empty places from ``first`` on."""
+        values = node.values[group]
+        num_tokens = self.tokens_per_block
+        span = blocks[start:start + count]
+        assert values[first:first + count].count(None) == len(span) == count
+        values[first:first + count] = span
+        position = first
+        for block in span:
+            assert block.node is None
+            block.node = node
+            block.position = position
+            block.num_tokens = num_tokens
+            position += 1
+        node.present[group] += count
+
     def detach(self, block: Block, group: int) -> None:
         """Take a handle out of its place and prune what is empty because of it."""
         node = block.node
         assert node is not None
-        assert node.values[group][block.position] is block
-        node.values[group][block.position] = None
+        values = node.values[group]
+        position = block.position
+        assert values[position] is block
+        values[position] = None
         node.present[group] -= 1
         block.node = None
+        block.position = 0
         block.num_tokens = 0
-        self._prune(node)
+        if position == node.length - 1 and not node.children:
+            self.prune(node)
+
+    def detach_span(self, node: Node, group: int, first: int, end: int) -> None:
+        """Take the handles out of the places [first, end) of a run, all of which hold one."""
+        values = node.values[group]
+        for position in range(first, end):
+            block = values[position]
+            assert block is not None
+            values[position] = None
+            block.node = None
+            block.position = 0
+            block.num_tokens = 0
+        node.present[group] -= end - first
+        if end == node.length and not node.children:
+            self.prune(node)
+
+    def prune(self, node: Node) -> None:
+        """Drop holes at the end of a childless run, and the run itself when nothing is left, then look at its parent."""
+        while node.parent is not None and not node.children:
+            length = _filled_length(node)
+            if length > 0:
+                if length < node.length:
+                    _cut(node, length)
+                return
+            parent = node.parent
+            key = node.key
+            del parent.children[key]
+            if not parent.children:
+                parent.order = None
+            elif parent.order is not None and node.takes_partial():
+                parent.order.remove(key)
+            node.length = 0
+            node = parent
+        if node.parent is None and not node.children:
+            self.roots.pop(node.run.namespace.identity, None)
 
     def clear(self) -> None:
         """Forget every namespace. The handles must have been detached or are about to be reset."""
@@ -266,115 +332,125 @@ class ReuseTree:
 
     # -- inside ----------------------------------------------------------------------------------------------------------
 
-    def _add_child(self, parent: Node, label: bytes, length: int, is_plain: bool) -> Node:
-        child = Node(parent, parent.namespace, parent.block_bytes, label, length, is_plain, self.num_groups)
-        parent.children[child.key] = child
-        self._index_first_token(parent, child)
+    def _add_child(self, parent: Node, label: bytes, length: int, is_plain: bool, block_bytes: int) -> Node:
+        if parent.length < parent.run.num_blocks:
+            _cut_run(parent)  # it becomes the parent of another run: that stands for all of its blocks
+        before = None if parent.parent is None else parent.run
+        child = Node(parent, KeyRun(parent.run.namespace, block_bytes, label, length, is_plain, before, NO_CHAIN), parent.block_bytes,
+                     self.num_groups)
+        key = child.key
+        children = parent.children
+        if not children:
+            parent.children = {key: child}
+            return child
+        children[key] = child
+        if parent.order is not None:
+            if child.takes_partial():
+                parent.order.add(key)
+        elif len(children) > FEW_CHILDREN:
+            parent.order = SiblingOrder([other for other, node in children.items() if node.takes_partial()])
         return child
-
-    def _index_first_token(self, parent: Node, child: Node) -> None:
-        width = child.namespace.token_width
-        if len(child.label) % width == 0:  # no suffix
-            parent.by_first_token.setdefault(child.label[:width], []).append(child)
 
     def _split(self, node: Node, count: int) -> None:
         """Part a run after its first ``count`` blocks; the rest becomes its only child."""
-        cut = count * node.block_bytes
-        rest = Node(node, node.namespace, node.block_bytes, node.label[cut:node.length * node.block_bytes], node.length - count, True,
-                    self.num_groups)
+        upper = node.run.upper(count)
+        rest = Node(node, node.run.lower(count, node.length, upper), node.block_bytes, 0)
         rest.children = node.children
-        rest.by_first_token = node.by_first_token
-        rest.chain = node.chain[count:]
+        rest.order = node.order
         for child in rest.children.values():
             child.parent = rest
+            child.run.parent = rest.run  # not the old run, which would be kept alive by them
         for group in range(self.num_groups):
-            values = node.values[group][count:]
-            rest.values[group] = values
-            node.values[group] = node.values[group][:count]
+            all_values = node.values[group]
+            values = all_values[count:]
+            node.values[group] = all_values[:count]
             moved = 0
             for position, block in enumerate(values):
                 if block is not None:
                     block.node = rest
                     block.position = position
                     moved += 1
-            rest.present[group] = moved
+            rest.values.append(values)
+            rest.present.append(moved)
             node.present[group] -= moved
-        node.label = node.label[:cut]
+        node.run = upper
+        node.label = upper.label
         node.length = count
-        node.chain = node.chain[:count]
         node.children = {rest.key: rest}
-        node.by_first_token = {}
-        self._index_first_token(node, rest)
+        node.order = None
         # The upper part may end in holes now that it is shorter, but it has a child, so it stays.
 
-    def _prune(self, node: Node) -> None:
-        """Drop holes at the end of a childless run, and the run itself when nothing is left, then look at its parent."""
-        while node.parent is not None and not node.children:
-            length = node.length
-            while length > 0 and _is_hole(node, length - 1):
-                length -= 1
-            if length > 0:
-                if length < node.length:
-                    node.length = length
-                    for values in node.values:
-                        del values[length:]
-                    del node.chain[length:]
-                    if len(node.label) > 2 * length * node.block_bytes:
-                        node.label = node.label[:length * node.block_bytes]
-                return
-            parent = node.parent
-            del parent.children[node.key]
-            width = node.namespace.token_width
-            if len(node.label) % width == 0:
-                first = node.label[:width]
-                siblings = parent.by_first_token[first]
-                siblings.remove(node)
-                if not siblings:
-                    del parent.by_first_token[first]
-            node.length = 0
-            node = parent
-        if node.parent is None and not node.children:
-            self.roots.pop(node.namespace.identity, None)
+
+def _grow(node: Node, label: bytes, count: int) -> None:
+    """Add blocks to the end of a childless plain run."""
+    node.run = node.run.grown(node.length, label, count)
+    node.label = node.run.label
+    node.length += count
+    for values in node.values:
+        values.extend([None] * count)
 
 
-def _is_hole(node: Node, position: int) -> bool:
-    return all(values[position] is None for values in node.values)
+def _filled_length(node: Node) -> int:
+    """The run's length without the holes at its end."""
+    length = node.length
+    for present in node.present:
+        if present > 0:
+            break
+    else:
+        return 0
+    while length > 0:
+        for values in node.values:
+            if values[length - 1] is not None:
+                return length
+        length -= 1
+    return 0
 
 
-def _shared_tokens(candidate: tuple[int, Block]) -> int:
-    return candidate[0]
+def _cut(node: Node, length: int) -> None:
+    """Give up the places behind the first ``length``. The label is copied when half of it is stale, so that each block costs O(1)."""
+    single = length == node.length - 1
+    for values in node.values:
+        if single:
+            values.pop()
+        else:
+            del values[length:]
+    node.length = length
+    if node.run.num_blocks > 2 * length:
+        _cut_run(node)
+
+
+def _cut_run(node: Node) -> None:
+    node.run = node.run.upper(node.length)
+    node.label = node.run.label
+
+
+def _shared_tokens(place: tuple[int, Node, int]) -> int:
+    return place[0]
 
 
 def _matching_blocks(node: Node, data: bytes, start: int, reach: int) -> int:
     """Leading blocks of a run that equal the prompt's bytes from ``start`` on, at most ``reach``. The first one is known to."""
     block_bytes = node.block_bytes
     label = node.label
-    length = node.length
-    if length <= reach and len(label) == length * block_bytes and data.startswith(label, start):
-        return length
-    high = min(length, reach)
-    if data[start:start + high * block_bytes] == label[:high * block_bytes]:
+    high = node.length
+    if high > reach:
+        high = reach
+    if _equal(data, start, label, 0, high * block_bytes):
         return high
     low = 1
     while high - low > 1:  # the first `low` blocks are equal, the first `high` are not
         middle = (low + high) // 2
-        if data[start + low * block_bytes:start + middle * block_bytes] == label[low * block_bytes:middle * block_bytes]:
+        if _equal(data, start, label, low * block_bytes, middle * block_bytes):
             low = middle
         else:
             high = middle
     return low
 
 
-def _common_tokens(left: bytes, right: bytes, width: int) -> int:
-    """Equal leading tokens of two keys."""
-    high = min(len(left), len(right)) // width
-    if left[:high * width] == right[:high * width]:
-        return high
-    low = 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        if left[:middle * width] == right[:middle * width]:
-            low = middle
-        else:
-            high = middle
-    return low
+def _equal(data: bytes, start: int, label: bytes, first: int, end: int) -> bool:
+    """Whether bytes [first, end) of a label stand in the data from ``start + first`` on."""
+    if end - first == len(label):
+        return data[start:start + end] == label if end <= COPIED_BYTES else data.startswith(label, start)
+    if end - first <= COPIED_BYTES:
+        return data[start + first:start + end] == label[first:end]
+    return data.startswith(memoryview(label)[first:end], start + first)

@@ -8,6 +8,7 @@ from naive_model import Driver
 
 from kvtier.policies.retention import RetentionConfig, TokenRange
 from kvtier.pools.pool_index import PRIMARY
+from kvtier.tiering.ledger.group import GroupSpec
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.rules import LedgerRules
@@ -15,7 +16,7 @@ from kvtier.tiering.ledger.rules import LedgerRules
 
 def driver(primary: int, secondary: int = 0, nvme: int = 0, **rules: Any) -> Driver:
     settings: dict[str, Any] = {"policy": "lru", "keep_backing": False, "secondary_offload_min_priority": 30} | rules
-    return Driver(Ledger((primary, secondary, nvme), 4, LedgerRules(**settings)))
+    return Driver(Ledger([GroupSpec((primary, secondary, nvme))], 4, LedgerRules(**settings)))
 
 
 def keep(*ranges: tuple[Any, ...], decode: int = 35) -> RetentionConfig:
@@ -34,7 +35,7 @@ def ids(cache: Driver, request_id: int) -> list[int]:
 
 
 def free(cache: Driver) -> int:
-    return cache.ledger.allocator.queues.free[PRIMARY]
+    return cache.ledger.allocators[0].queues.num_free(PRIMARY)
 
 
 def store(cache: Driver, request_id: int) -> None:

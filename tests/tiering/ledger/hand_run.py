@@ -18,6 +18,7 @@ from kvtier.policies.retention import RetentionConfig, TokenRange
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import Removed, Stored, Updated
+from kvtier.tiering.ledger.group import GroupSpec
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
 from kvtier.tiering.ledger.request import Request
@@ -57,13 +58,13 @@ class HandRun:
                  **rules: Any) -> None:
         rules.setdefault("policy", "lru")
         rules.setdefault("write_ahead_share", 1.0)
-        self.ledger = Ledger((primary, secondary, nvme), TOKENS_PER_BLOCK, LedgerRules(**rules))
+        self.ledger = Ledger([GroupSpec((primary, secondary, nvme))], TOKENS_PER_BLOCK, LedgerRules(**rules))
         self.driver = Driver(self.ledger)
         self.tier = RecordingTier(self.ledger)
         self.driver.tier = self.tier
         self._noted = 0
         self._next_id = 1000
-        self.ledger.adopt_store(warm, quarantined)
+        self.ledger.adopt_store(warm, [(0, slot) for slot in quarantined])
         for row in warm:
             self.tier.rows[row.slot] = row.key
         self.note()
@@ -172,11 +173,11 @@ class HandRun:
         return self.ledger.counters.dropped
 
     def free(self, level: int = PRIMARY) -> int:
-        return self.ledger.allocator.queues.free[level]
+        return self.ledger.allocators[0].queues.num_free(level)
 
     def queued(self, level: int) -> list[Block]:
         """Handles in the order in which they would be taken."""
-        return [record for record in self.ledger.allocator.queues.members(level) if isinstance(record, Block)]
+        return [record for record in self.ledger.allocators[0].queues.members(level) if isinstance(record, Block)]
 
     def content(self, level: int) -> list[Block]:
         return [block for block in self.queued(level) if block.has_content]
@@ -189,7 +190,7 @@ class HandRun:
         return [event.data for event in self.driver.events.consume() if isinstance(event.data, Removed | Stored | Updated)]
 
     def key(self, block: Block) -> bytes:
-        return self.ledger.allocator.chain_key(block)
+        return self.ledger.allocators[0].chain_key(block)
 
     def refused(self, error: type[KVTierError], call: Callable[[], object]) -> KVTierError:
         """The call raises this error and leaves everything as it was."""
@@ -273,7 +274,7 @@ def on_nvme(run: HandRun, letters: str, **keywords: Any) -> list[Block]:
         run.settle()
     for block in list(run.content(SECONDARY)) + list(run.content(PRIMARY)):
         if block not in blocks:
-            run.ledger.allocator.forget(block)
+            run.ledger.allocators[0].forget(block)
             run.note()
     run.settle()
     assert [level(block) for block in blocks] == [NVME] * len(blocks)

@@ -166,7 +166,7 @@ class Driver:
 
     def check_writing_ends(self, now: float) -> None:
         """Left alone, the tier stops moving blocks: there is nothing that two of them could want in turns."""
-        for _ in range(2 + sum(self.ledger.allocator.num_blocks)):
+        for _ in range(2 + sum(self.ledger.allocators[0].num_blocks)):
             self.tier.settle()
             before = len(self.tier.carried_out)
             self.refresh(now)
@@ -182,11 +182,11 @@ class Driver:
         self.tier.check_rows()
         assert not self.ledger.sequences
         assert not self.ledger.leases
-        assert all(block.ref_count == 0 for block in self.ledger.allocator.blocks)
-        free = self.ledger.allocator.queues.free
-        assert free[PRIMARY] == self.ledger.allocator.num_blocks[PRIMARY]
-        assert free[SECONDARY] == self.ledger.allocator.num_blocks[SECONDARY]
-        assert free[NVME] == self.ledger.allocator.num_blocks[NVME] - len(self.ledger.allocator.quarantined)
+        assert all(block.ref_count == 0 for block in self.ledger.allocators[0].blocks)
+        free = self.ledger.allocators[0].queues.free
+        assert free[PRIMARY] == self.ledger.allocators[0].num_blocks[PRIMARY]
+        assert free[SECONDARY] == self.ledger.allocators[0].num_blocks[SECONDARY]
+        assert free[NVME] == self.ledger.allocators[0].num_blocks[NVME] - len(self.ledger.allocators[0].quarantined)
 
     # -- inside
 
@@ -251,15 +251,15 @@ class Subscriber:
         """After consuming everything the subscriber knows the tree: keys, levels, priorities."""
         self.consume()
         actual: dict[bytes, tuple[int, int]] = {}
-        for block in self.ledger.allocator.blocks:
+        for block in self.ledger.allocators[0].blocks:
             if block.node is not None:
-                actual[self.ledger.allocator.chain_key(block)] = (level_of(block.index), block.priority)
+                actual[self.ledger.allocators[0].chain_key(block)] = (level_of(block.index), block.priority)
         assert self.blocks == actual
 
 
 def snapshot(ledger: Ledger) -> object:
     """All that a refused call must leave as it was."""
-    allocator = ledger.allocator
+    allocator = ledger.allocators[0]
 
     def name(block: Block | None) -> int:
         return -1 if block is None else block.id

@@ -51,7 +51,7 @@ class PretendTier:
         self._failed_writes: dict[Place, Move] = {}
         self._next_number = 0
         for level in range(NUM_LEVELS):
-            for slot in range(ledger.allocator.num_blocks[level]):
+            for slot in range(ledger.allocators[0].num_blocks[level]):
                 self.cells[level, slot] = [UNWRITTEN] * ledger.tokens_per_block
 
     def fetch(self) -> list[Move | Discard]:
@@ -155,7 +155,7 @@ class PretendTier:
         """Every handle in the tree, and every backing, has the bytes that the tree says it has."""
         unsettled = self.being_written()
         for block_id, expected in tree_contents(self.ledger).items():
-            block = self.ledger.allocator.blocks[block_id]
+            block = self.ledger.allocators[0].blocks[block_id]
             for holder in (block, block.secondary_backing, block.nvme_backing):
                 if holder is None or place(holder.index) in unsettled:
                     continue
@@ -166,17 +166,17 @@ class PretendTier:
                     assert node is not None
                     assert node.namespace.is_persistent, "process-local ids mean nothing to the next process"
                 if holder.index & 3 == NVME and not any(isinstance(r, Discard) and r.slot == slot_of(holder.index) for r in self.waiting):
-                    assert self.rows.get(slot_of(holder.index)) == self.ledger.allocator.chain_key(block)
+                    assert self.rows.get(slot_of(holder.index)) == self.ledger.allocators[0].chain_key(block)
 
     def check_rows(self) -> None:
         """When nothing waits: the manifest names exactly what the ledger keeps on NVMe."""
         assert not self.waiting
         assert not self.ended
         expected: dict[int, bytes] = {}
-        for holder in self.ledger.allocator.holders[NVME]:
+        for holder in self.ledger.allocators[0].holders[NVME]:
             content = holder if holder.has_content else holder.owner
             if content is not None:
-                expected[slot_of(holder.index)] = self.ledger.allocator.chain_key(content)
+                expected[slot_of(holder.index)] = self.ledger.allocators[0].chain_key(content)
         assert self.rows == expected
 
 

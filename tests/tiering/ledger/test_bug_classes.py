@@ -14,6 +14,7 @@ from kvtier.policies.eviction import LISTS_PER_LEVEL
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger import capacity
 from kvtier.tiering.ledger.moves import Move
+from kvtier.tiering.ledger.truncating import truncate
 
 
 def churn(run: HandRun, letters: str = "abcdefgh") -> None:
@@ -63,8 +64,8 @@ def test_a_move_names_slots_with_their_level_and_their_write_generation_never_bl
     churn(run, "abcd")
     block_of_slot_differs = False
     for move in run.moves():
-        assert 0 <= slot_of(move.source) < run.ledger.allocator.num_blocks[level_of(move.source)]
-        assert 0 <= slot_of(move.destination) < run.ledger.allocator.num_blocks[level_of(move.destination)]
+        assert 0 <= slot_of(move.source) < run.ledger.allocators[0].num_blocks[level_of(move.source)]
+        assert 0 <= slot_of(move.destination) < run.ledger.allocators[0].num_blocks[level_of(move.destination)]
         assert move.source != move.destination
         block_of_slot_differs |= slot_of(move.source) != move.block_id
     assert block_of_slot_differs
@@ -129,9 +130,9 @@ def test_a_pinned_block_is_in_no_queue_and_cannot_be_taken() -> None:
     lease = run.ledger.pin(sequence.id)
     run.remove(sequence)
     assert run.free() == 2
-    assert not set(run.queued(PRIMARY)) & set(lease.blocks)
+    assert not set(run.queued(PRIMARY)) & set(lease.rows[0])
     other = run.add([1] * 8)
-    assert not set(other.blocks) & set(lease.blocks)
+    assert not set(other.blocks) & set(lease.rows[0])
     run.no_room(lambda: run.ledger.add_sequences([run.request("x")]))
     run.remove(other)
     run.ledger.release_lease(lease)
@@ -227,7 +228,7 @@ def test_storing_behind_a_forgotten_predecessor_puts_the_sequences_own_block_the
     old = run.serve("a")[0]
     sequence = run.add("ab")
     assert sequence.blocks[0] is old
-    capacity.truncate(run.ledger, run.request("a"), 0)
+    truncate(run.ledger, run.request("a"), 0)
     run.note()
     assert old.node is None
     assert run.compute(sequence)
@@ -242,7 +243,7 @@ def test_storing_behind_a_forgotten_predecessor_puts_the_sequences_own_block_the
 def test_a_hole_in_a_stored_prompt_is_refilled_and_what_lies_behind_is_found_again() -> None:
     run = HandRun(8)
     blocks = run.serve("abc")
-    run.ledger.allocator.forget(blocks[0])
+    run.ledger.allocators[0].forget(blocks[0])
     run.note()
     assert capacity.match(run.ledger, run.request("abc")).reusable_blocks == 0
     sequence = run.add("abc")
@@ -364,7 +365,7 @@ def test_dropping_a_block_leaves_the_blocks_behind_it_stored() -> None:
     blocks = run.serve("abc")
     run.offload(blocks[2])
     run.settle()
-    run.ledger.allocator.forget(blocks[0])
+    run.ledger.allocators[0].forget(blocks[0])
     run.note()
     assert blocks[1].node is not None
     assert blocks[2].node is not None
@@ -429,7 +430,7 @@ def test_forgetting_a_subtree_takes_each_of_its_blocks_once_on_whatever_level_an
     held = run.add("abde")
     assert run.compute(held)
     stored = {block.id for blocks in branches for block in blocks if block.node is not None}
-    assert capacity.truncate(run.ledger, run.request("abx"), 4) == len(stored) - 1
+    assert truncate(run.ledger, run.request("abx"), 4) == len(stored) - 1
     run.note()
     assert trunk[0].node is not None
     assert all(block.node is None for blocks in branches for block in blocks[1:])

@@ -8,12 +8,15 @@ from naive_model import snapshot
 
 from kvtier.pools.pool_index import PRIMARY
 from kvtier.tiering.ledger import capacity
+from kvtier.tiering.ledger.group import GroupSpec
 from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.key import BlockKey, Namespace, TokenKeys, next_chain_key
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import WarmRow
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.rules import LedgerRules
+from kvtier.tiering.ledger.scheduling import WhatIf
+from kvtier.tiering.ledger.truncating import truncate
 
 # -- match -------------------------------------------------------------------------------------------------------------
 
@@ -72,7 +75,7 @@ def test_match_changes_nothing_and_moves_no_counter() -> None:
 def test_match_stops_at_a_hole() -> None:
     run = HandRun(9)
     blocks = run.serve("abc")
-    run.ledger.allocator.forget(blocks[1])
+    run.ledger.allocators[0].forget(blocks[1])
     run.note()
     assert capacity.match(run.ledger, run.request("abcd")).reusable_blocks == 1
     run.finish()
@@ -103,7 +106,7 @@ def test_match_counts_warm_blocks_on_nvme_behind_and_between_stored_ones() -> No
     assert found.reusable_blocks == 4
     assert found.tokens_by_level == (4, 0, 12)
     assert capacity.match(run.ledger, Request(1, [*words("abcd")])).reusable_blocks == 3
-    assert len(run.ledger.allocator.warm) == 3, "asking adopts nothing"
+    assert len(run.ledger.allocators[0].warm) == 3, "asking adopts nothing"
     run.finish()
 
 
@@ -111,7 +114,7 @@ def test_match_counts_warm_blocks_on_nvme_behind_and_between_stored_ones() -> No
 
 
 def ledger_of(primary: int, tokens_per_block: int) -> Ledger:
-    return Ledger((primary, 0, 0), tokens_per_block, LedgerRules(policy="lru"))
+    return Ledger([GroupSpec((primary, 0, 0))], tokens_per_block, LedgerRules(policy="lru"))
 
 
 def generating(ledger: Ledger, prompt: int, generated: int, max_new: int, draft: int = 0) -> int:
@@ -128,9 +131,9 @@ def test_a_new_request_needs_the_blocks_of_its_whole_prompt(prompt: int, blocks:
     ledger = ledger_of(80, 16)
     request = Request(1, range(prompt), max_new_tokens=1)
     assert capacity.needed_blocks_one_step(ledger, request, False) == blocks
-    free = ledger.allocator.queues.free[PRIMARY]
+    free = ledger.allocators[0].queues.num_free(PRIMARY)
     ledger.add_sequences([request])
-    assert free - ledger.allocator.queues.free[PRIMARY] == blocks
+    assert free - ledger.allocators[0].queues.num_free(PRIMARY) == blocks
     verify(ledger)
 
 
@@ -154,10 +157,10 @@ def test_a_sequence_needs_the_blocks_of_its_next_tokens(prompt: int, generated: 
     assert capacity.needed_blocks_one_step(ledger, sequence, two_steps) == blocks
     steps = 2 if two_steps else 1
     tokens = min(steps * (draft + 1), max_new - generated)
-    free = ledger.allocator.queues.free[PRIMARY]
+    free = ledger.allocators[0].queues.num_free(PRIMARY)
     if tokens:
         ledger.append_step([1], [[1] * tokens])
-    assert free - ledger.allocator.queues.free[PRIMARY] == blocks, "and that is what the step takes"
+    assert free - ledger.allocators[0].queues.num_free(PRIMARY) == blocks, "and that is what the step takes"
 
 
 def test_drafts_of_a_new_request_count_up_to_what_may_be_generated() -> None:
@@ -230,7 +233,7 @@ def test_what_was_admitted_by_remaining_blocks_can_be_generated_to_the_end(token
         assert capacity.remaining_blocks_to_completion(ledger, ledger.sequence(number)) == 0
         ledger.remove_sequence(number, True)
     verify(ledger)
-    assert ledger.allocator.queues.free[PRIMARY] == primary
+    assert ledger.allocators[0].queues.num_free(PRIMARY) == primary
 
 
 # -- truncation --------------------------------------------------------------------------------------------------------
@@ -244,7 +247,7 @@ def test_truncate_forgets_what_is_beyond_the_kept_tokens_on_every_level() -> Non
     run.refresh()
     run.settle()
     assert blocks[2].nvme_backing is not None
-    assert capacity.truncate(run.ledger, run.request("abcd"), 5) == 2, "a block that is kept in part is kept"
+    assert truncate(run.ledger, run.request("abcd"), 5) == 2, "a block that is kept in part is kept"
     run.settle()
     assert [block.node is not None for block in blocks] == [True, True, False, False]
     assert capacity.match(run.ledger, run.request("abcd")).reusable_blocks == 2
@@ -257,7 +260,7 @@ def test_truncate_forgets_side_branches_behind_the_kept_part_and_no_others() -> 
     run.serve("abc")
     run.serve("abd")
     run.serve("axy")
-    assert capacity.truncate(run.ledger, run.request("abc"), 4) == 3
+    assert truncate(run.ledger, run.request("abc"), 4) == 3
     run.note()
     for letters, left in (("abc", 1), ("abd", 1), ("axy", 3)):
         assert capacity.match(run.ledger, run.request(letters)).reusable_blocks == left
@@ -267,7 +270,7 @@ def test_truncate_forgets_side_branches_behind_the_kept_part_and_no_others() -> 
 def test_truncate_forgets_a_stored_tail() -> None:
     run = HandRun(6)
     [_full, tail] = run.serve([*words("a"), 1, 2, 3])
-    assert capacity.truncate(run.ledger, Request(1, [*words("a"), 1, 2, 3]), 4) == 1
+    assert truncate(run.ledger, Request(1, [*words("a"), 1, 2, 3]), 4) == 1
     run.note()
     assert tail.node is None
     assert capacity.match(run.ledger, run.request("ab")).reusable_blocks == 1
@@ -279,7 +282,7 @@ def test_truncate_leaves_blocks_with_the_sequences_that_hold_them() -> None:
     run.serve("abc")
     sequence = run.add("abc")
     held = list(sequence.blocks)
-    assert capacity.truncate(run.ledger, run.request("abc"), 0) == 3
+    assert truncate(run.ledger, run.request("abc"), 0) == 3
     run.note()
     assert sequence.blocks == held
     assert all(block.ref_count == 1 for block in held)
@@ -295,7 +298,7 @@ def test_truncated_blocks_are_taken_before_any_content() -> None:
     blocks = run.serve("ab")
     [other] = run.serve("c")
     assert run.free() == 6
-    capacity.truncate(run.ledger, run.request("ab"), 0)
+    truncate(run.ledger, run.request("ab"), 0)
     run.note()
     run.add([1] * 17)
     assert other.node is not None
@@ -307,9 +310,9 @@ def test_truncate_of_what_is_not_stored_forgets_nothing() -> None:
     run = HandRun(6)
     run.serve("ab")
     before = snapshot(run.ledger)
-    assert capacity.truncate(run.ledger, run.request("xy"), 0) == 0
-    assert capacity.truncate(run.ledger, run.request("ab", cache_salt="tenant"), 0) == 0
-    assert capacity.truncate(run.ledger, run.request("ab"), 8) == 0
+    assert truncate(run.ledger, run.request("xy"), 0) == 0
+    assert truncate(run.ledger, run.request("ab", cache_salt="tenant"), 0) == 0
+    assert truncate(run.ledger, run.request("ab"), 8) == 0
     assert snapshot(run.ledger) == before
     run.finish()
 
@@ -318,7 +321,7 @@ def test_truncate_reaches_nvme_and_deletes_the_rows() -> None:
     run = HandRun(6, 2, 4)
     on_nvme(run, "ab")
     assert len(run.tier.rows) >= 2
-    assert capacity.truncate(run.ledger, run.request("ab"), 0) == 2
+    assert truncate(run.ledger, run.request("ab"), 0) == 2
     run.settle()
     assert run.tier.rows == {}
     run.finish()
@@ -332,12 +335,12 @@ def test_a_what_if_counts_a_shared_block_when_its_last_sequence_goes_and_touches
     run.serve("ab")
     first, second = run.add_all(run.request("ab"), run.request("ab"))
     before = snapshot(run.ledger)
-    capacity.start_scheduling(run.ledger)
-    assert capacity.scheduling_remove_sequence(run.ledger, first) == 1
-    assert capacity.scheduling_remove_sequence(run.ledger, second) == 3
+    what_if = WhatIf(1)
+    assert what_if.remove(first) == 1
+    assert what_if.remove(second) == 3
     assert snapshot(run.ledger) == before
-    capacity.start_scheduling(run.ledger)
-    assert capacity.scheduling_remove_sequence(run.ledger, second) == 1, "a new what-if starts from the real counts"
+    what_if = WhatIf(1)
+    assert what_if.remove(second) == 1, "a new what-if starts from the real counts"
     free = run.free()
     run.remove(second)
     assert run.free() - free == 1
@@ -348,9 +351,9 @@ def test_a_what_if_does_not_free_what_a_lease_holds() -> None:
     run = HandRun(6)
     sequence = run.add("ab")
     lease = run.ledger.pin(sequence.id)
-    capacity.start_scheduling(run.ledger)
-    assert capacity.scheduling_remove_sequence(run.ledger, sequence) == 0
+    what_if = WhatIf(1)
+    assert what_if.remove(sequence) == 0
     run.ledger.release_lease(lease)
-    capacity.start_scheduling(run.ledger)
-    assert capacity.scheduling_remove_sequence(run.ledger, sequence) == 3
+    what_if = WhatIf(1)
+    assert what_if.remove(sequence) == 3
     run.finish()

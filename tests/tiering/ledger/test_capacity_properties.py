@@ -11,14 +11,16 @@ from naive_model import Driver
 
 from kvtier.pools.pool_index import NVME, PRIMARY
 from kvtier.tiering.ledger import capacity
+from kvtier.tiering.ledger.group import GroupSpec
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import WarmRow
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.rules import LedgerRules
+from kvtier.tiering.ledger.truncating import truncate
 
 
 def driver(primary: int, secondary: int = 0, nvme: int = 0, tokens_per_block: int = 4) -> Driver:
-    return Driver(Ledger((primary, secondary, nvme), tokens_per_block, LedgerRules(policy="lru")))
+    return Driver(Ledger([GroupSpec((primary, secondary, nvme))], tokens_per_block, LedgerRules(policy="lru")))
 
 
 def stored(prompt: Any) -> Driver:
@@ -39,7 +41,7 @@ def test_who_is_admitted_while_enough_is_free_to_completion_completes(requests: 
     for number, (length, max_new, family, shared) in enumerate(requests):
         tokens = [family] * min(shared, length) + [100 + number] * max(length - shared, 0)
         request = Request(number, tokens, max_new_tokens=max_new)
-        if cache.ledger.allocator.queues.free[PRIMARY] - reserved < capacity.remaining_blocks_to_completion(cache.ledger, request):
+        if cache.ledger.allocators[0].queues.num_free(PRIMARY) - reserved < capacity.remaining_blocks_to_completion(cache.ledger, request):
             continue
         cache.add(request)
         assert cache.compute(number)
@@ -64,7 +66,7 @@ def test_after_truncating_nothing_of_the_prompt_beyond_what_is_kept_is_found_aga
     cache = stored(prompt)
     cache.add(Request(1, other))
     cache.release(1)
-    capacity.truncate(cache.ledger, Request(-1, prompt), keep)
+    truncate(cache.ledger, Request(-1, prompt), keep)
     cache.check()
     cache.events.check()
     kept = -(-keep // 4) * 4
@@ -75,28 +77,28 @@ def test_after_truncating_nothing_of_the_prompt_beyond_what_is_kept_is_found_aga
 
 def test_truncating_keeps_a_tail_that_is_not_part_of_the_prompt() -> None:
     cache = stored(range(7))
-    assert capacity.truncate(cache.ledger, Request(-1, [0, 1, 2, 3, 4, 99]), 4) == 0
+    assert truncate(cache.ledger, Request(-1, [0, 1, 2, 3, 4, 99]), 4) == 0
     (sequence,) = cache.add(Request(1, range(7)))
     assert sequence.prepopulated == 6
 
 
 def test_truncating_reaches_what_nvme_has_held_since_the_start_behind_gaps_too() -> None:
     source = stored(range(17))
-    keys = [source.ledger.allocator.chain_key(source.ledger.block(n)) for n in range(4)]
+    keys = [source.ledger.allocators[0].chain_key(source.ledger.block(n)) for n in range(4)]
     cache = driver(8, 2, 4)
     cache.ledger.adopt_store([WarmRow(0, slot, key) for slot, key in enumerate(keys) if slot != 2], [])
-    assert capacity.truncate(cache.ledger, Request(-1, range(17)), 4) == 2
-    assert list(cache.ledger.allocator.warm) == [keys[0]]
-    assert cache.ledger.allocator.queues.free[NVME] == 4
+    assert truncate(cache.ledger, Request(-1, range(17)), 4) == 2
+    assert list(cache.ledger.allocators[0].warm) == [keys[0]]
+    assert cache.ledger.allocators[0].queues.num_free(NVME) == 4
 
 
 @pytest.mark.parametrize("keep", [0, 4])
 def test_truncating_forgets_a_block_that_is_both_stored_again_and_on_nvme_since_the_start(keep: int) -> None:
-    keys = [stored(range(9)).ledger.allocator.chain_key(stored(range(9)).ledger.block(n)) for n in range(2)]
+    keys = [stored(range(9)).ledger.allocators[0].chain_key(stored(range(9)).ledger.block(n)) for n in range(2)]
     cache = driver(8, 2, 4)
     cache.ledger.adopt_store([WarmRow(0, slot, key) for slot, key in enumerate(keys)], [])
     cache.ledger.add_sequences([Request(0, range(9), skip_read=True)])
     cache.ledger.mark_computed(0, 9)
     cache.ledger.remove_sequence(0, True)
-    capacity.truncate(cache.ledger, Request(-1, range(9)), keep)
+    truncate(cache.ledger, Request(-1, range(9)), keep)
     assert capacity.match(cache.ledger, Request(-1, range(9))).reusable_blocks == keep // 4

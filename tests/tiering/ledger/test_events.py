@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from typing import Any
 
+import pytest
 from naive_model import Driver
 from pretend_tier import always
 
 from kvtier.policies.retention import RetentionConfig, TokenRange
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY
-from kvtier.tiering.ledger.events import Created, EventLog, Removed, Stored, StoredBlock, Updated
+from kvtier.tiering.ledger.events import Created, Event, EventLog, Removed, Stored, StoredBlock, Updated
+from kvtier.tiering.ledger.group import GroupSpec
+from kvtier.tiering.ledger.key import KeyRun, Namespace
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import WarmRow
 from kvtier.tiering.ledger.request import Request
@@ -18,7 +23,7 @@ from kvtier.tiering.ledger.rules import LedgerRules
 
 def driver(primary: int, secondary: int = 0, nvme: int = 0, **rules: Any) -> Driver:
     settings: dict[str, Any] = {"policy": "lru", "keep_backing": False, "secondary_offload_min_priority": 30} | rules
-    return Driver(Ledger((primary, secondary, nvme), 4, LedgerRules(**settings)))
+    return Driver(Ledger([GroupSpec((primary, secondary, nvme))], 4, LedgerRules(**settings)))
 
 
 def data(cache: Driver) -> list[Any]:
@@ -30,7 +35,7 @@ def kinds(events: list[Any]) -> list[str]:
 
 
 def key(cache: Driver, block_id: int) -> bytes:
-    return cache.ledger.allocator.chain_key(cache.ledger.block(block_id))
+    return cache.ledger.allocators[0].chain_key(cache.ledger.block(block_id))
 
 
 def prefilled(cache: Driver, request_id: int, tokens: Any, **keywords: Any) -> None:
@@ -88,35 +93,126 @@ def test_h1_the_event_stream() -> None:
 # -- the log itself -------------------------------------------------------------------------------------------------------------
 
 
-def stored_block(name: bytes) -> StoredBlock:
-    return StoredBlock(name, (1,), None, None, PRIMARY, 35)
+def run_of(*tokens: int, **keywords: Any) -> KeyRun:
+    """A run of blocks of one token each at the start of a prompt."""
+    namespace = Namespace(b"model", Request(0, tokens, **keywords))
+    return KeyRun(namespace, 4, array("i", tokens).tobytes(), len(tokens), True, None, [])
+
+
+def stored_block(run: KeyRun, position: int, level: int = PRIMARY, priority: int = 35) -> StoredBlock:
+    return StoredBlock(run.chain_key(position), run.token_ids(position), None, None, level, priority)
 
 
 def test_removed_blocks_are_collected_and_published_before_the_next_stored_of_their_group() -> None:
     log = EventLog(1024, 2)
-    log.removed(0, b"a")
-    log.removed(1, b"x")
-    log.removed(0, b"b")
-    log.stored(0, None, [stored_block(b"a")])
-    events = log.flush()
-    assert [(event.group, event.data) for event in events] == [
-        (0, Removed((b"a", b"b"))), (0, Stored(None, (stored_block(b"a"),))), (1, Removed((b"x",)))]
+    run = run_of(1, 2, 3, 4, 5)
+    log.removed(0, run, 0)
+    log.removed(1, run, 4)
+    log.removed(0, run, 2)
+    log.stored(0, [(run, 0, 1)], PRIMARY, [35])
+    key = run.chain_key
+    assert [(event.group, event.data) for event in log.flush()] == [
+        (0, Removed((key(0), key(2)))), (0, Stored(None, (stored_block(run, 0),))), (1, Removed((key(4),)))]
+
+
+def test_blocks_of_several_runs_are_one_stored_event_behind_the_block_before_the_first() -> None:
+    log = EventLog(1024, 1)
+    upper = run_of(1, 2, 3)
+    lower = KeyRun(upper.namespace, 4, array("i", [4, 5]).tobytes(), 2, True, upper, [])
+    log.stored(0, [(upper, 1, 2), (lower, 0, 2)], NVME, [35, 36, 37, 38])
+    (event,) = log.flush()
+    assert event.data == Stored(upper.chain_key(0), (stored_block(upper, 1, NVME), stored_block(upper, 2, NVME, 36),
+                                                     stored_block(lower, 0, NVME, 37), stored_block(lower, 1, NVME, 38)))
+
+
+@pytest.mark.parametrize("order", [[4, 3, 2], [0, 1, 2, 3], [2, 3, 2], [1, 2, 4, 3, 0], [3], [2, 2]])
+def test_removed_hashes_come_in_the_order_of_removal(order: list[int]) -> None:
+    log = EventLog(1024, 1)
+    run = run_of(1, 2, 3, 4, 5)
+    for position in order:
+        log.removed(0, run, position)
+    (event,) = log.flush()
+    assert event.data == Removed(tuple(run.chain_key(position) for position in order))
+
+
+def test_a_removed_span_goes_from_its_end_to_its_start_and_joins_single_ones() -> None:
+    log = EventLog(1024, 1)
+    run = run_of(*range(9))
+    log.removed(0, run, 8)
+    log.removed_span(0, run, 5, 8)
+    log.removed_span(0, run, 5, 5)
+    log.removed(0, run, 4)
+    log.removed_span(0, run, 0, 2)
+    (event,) = log.flush()
+    assert event.data == Removed(tuple(run.chain_key(position) for position in (8, 7, 6, 5, 4, 1, 0)))
 
 
 def test_ids_ascend_by_one_over_all_flushes() -> None:
     log = EventLog(1024, 1)
+    run = run_of(1)
     log.created(0, (4,))
     first = log.flush()
-    log.level_changed(0, b"a", 0, 1)
-    log.priority_changed(0, b"a", 35, 80)
-    assert [event.event_id for event in first + log.flush()] == [0, 1, 2]
+    log.level_changed(0, run, 0, 0, 1)
+    log.priority_changed(0, run, 0, 35, 80)
+    both = log.flush()
+    assert [event.event_id for event in first + both] == [0, 1, 2]
+    assert [event.data for event in both] == [Updated(run.chain_key(0), (0, 1)), Updated(run.chain_key(0), None, (35, 80))]
     assert log.flush() == []
+
+
+def test_of_more_events_than_the_log_keeps_the_oldest_are_dropped_and_their_ids_show_it() -> None:
+    log = EventLog(3, 1)
+    run = run_of(*range(20))
+    for number in range(10):
+        log.level_changed(0, run, number, 0, 1)
+    assert [event.event_id for event in log.flush()] == [7, 8, 9]
+    for number in range(0, 20, 2):
+        log.removed(0, run, number)
+    events = log.flush()
+    assert [event.event_id for event in events] == [11, 12, 13]
+    assert [len(event.data.block_hashes) for event in events if isinstance(event.data, Removed)] == [3, 3, 1]
 
 
 def test_a_stored_event_without_blocks_is_none() -> None:
     log = EventLog(1024, 1)
-    log.stored(0, None, [])
+    log.stored(0, [], PRIMARY, [])
     assert log.flush() == []
+
+
+def test_events_are_equal_by_content_and_cannot_be_changed() -> None:
+    log = EventLog(1024, 1)
+    run = run_of(1, 2)
+    log.removed_span(0, run, 0, 2)
+    (event,) = log.flush()
+    same = Event(0, 0, Removed((run.chain_key(1), run.chain_key(0))))
+    assert event == same
+    assert hash(event) == hash(same)
+    assert repr(event) == repr(same)
+    assert event != Event(1, 0, same.data)
+    assert event != Event(0, 1, same.data)
+    assert event != Event(0, 0, Removed(()))
+    for name in ("event_id", "group", "data"):
+        with pytest.raises(AttributeError):
+            setattr(event, name, 1)
+
+
+def test_nothing_is_hashed_before_somebody_reads_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storing, evicting and moving blocks computes no SHA-256; reading the events later does."""
+    calls: list[bytes] = []
+    real = hashlib.sha256
+    monkeypatch.setattr("hashlib.sha256", lambda *parts: calls.append(b"") or real(*parts))
+    cache = driver(4, 1)
+    for number in range(3):
+        request = Request(number, range(10 * number, 10 * number + 9))
+        sequence = cache.ledger.add_sequences([request])[0]
+        cache.ledger.mark_computed(sequence.id, 9)
+        cache.ledger.store_context(sequence.id)
+        cache.ledger.remove_sequence(sequence.id, True)
+    cache.ledger.moves.take()
+    events = cache.ledger.events.flush()
+    assert calls == []
+    assert {type(event.data) for event in events} >= {Created, Stored, Removed, Updated}
+    assert calls
 
 
 def test_a_log_that_is_off_says_nothing() -> None:
@@ -145,7 +241,7 @@ def test_a_refilled_hole_is_stored_behind_its_predecessor_and_what_lies_behind_i
     prefilled(cache, 0, range(13))
     cache.release(0)
     first = key(cache, 0)
-    cache.ledger.allocator.forget(cache.ledger.block(1))
+    cache.ledger.allocators[0].forget(cache.ledger.block(1))
     data(cache)
     prefilled(cache, 1, range(13))
     cache.release(1)
@@ -160,7 +256,7 @@ def test_two_separate_holes_are_two_stored_events() -> None:
     prefilled(cache, 0, range(17))
     cache.release(0)
     for block_id in (0, 2):
-        cache.ledger.allocator.forget(cache.ledger.block(block_id))
+        cache.ledger.allocators[0].forget(cache.ledger.block(block_id))
     data(cache)
     prefilled(cache, 1, range(17))
     cache.release(1)
@@ -230,7 +326,7 @@ def test_a_block_changes_level_at_every_step_and_its_subscriber_knows_where_it_i
     prefilled(cache, 1, range(50, 55))
     cache.release(1)
     data(cache)
-    cache.ledger.offload(next(block.id for block in cache.ledger.allocator.blocks if block.node is not None and block.id != 0))
+    cache.ledger.offload(next(block.id for block in cache.ledger.allocators[0].blocks if block.node is not None and block.id != 0))
     assert Updated(name, (SECONDARY, NVME)) in data(cache)
     cache.tier.settle()
     cache.ledger.onboard(0)

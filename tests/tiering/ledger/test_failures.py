@@ -26,7 +26,7 @@ def test_a_failed_nvme_read_takes_the_block_out_of_the_tree_and_quarantines_its_
     assert block.nvme_backing is None
     assert is_queued(block)
     assert run.queued(PRIMARY)[0] is block, "empty, and taken next"
-    assert run.ledger.allocator.quarantined == {slot}
+    assert run.ledger.allocators[0].quarantined == {slot}
     assert run.ledger.counters.quarantined == 1
     assert run.ledger.counters.lost == 1
     assert run.free(NVME) == 1
@@ -63,7 +63,7 @@ def test_a_failed_way_from_a_good_file_discards_the_row_but_quarantines_nothing(
     sequence = run.add("a")
     run.end(pending(run, NVME, PRIMARY), fails=True, source_is_bad=False)
     expect_lost(sequence, 0)
-    assert run.ledger.allocator.quarantined == set()
+    assert run.ledger.allocators[0].quarantined == set()
     assert [record.slot for record in run.tier.waiting if isinstance(record, Discard)] == [slot]
     assert run.free(NVME) == 2
     run.finish()
@@ -262,7 +262,7 @@ def copied(run: HandRun) -> tuple[ActiveSequence, Move]:
 def test_a_failed_partial_copy_is_lost_to_its_sequence_only() -> None:
     run = HandRun(8)
     sequence, move = copied(run)
-    source = run.ledger.allocator.holders[PRIMARY][slot_of(move.source)]
+    source = run.ledger.allocators[0].holders[PRIMARY][slot_of(move.source)]
     target = sequence.blocks[1]
     run.end(move, fails=True)
     expect_lost(sequence, 4)
@@ -332,7 +332,7 @@ def test_a_write_that_ends_for_a_block_that_is_gone_by_then_is_discarded() -> No
     [block] = on_secondary(run, "a")
     [write] = run.refresh()
     assert isinstance(write, Move)
-    run.ledger.allocator.forget(block)
+    run.ledger.allocators[0].forget(block)
     run.note()
     run.end(write)
     assert [record.slot for record in run.tier.waiting if isinstance(record, Discard)] == [slot_of(write.destination)]

@@ -41,7 +41,7 @@ def test_a_late_failure_of_a_promotion_never_touches_the_slots_next_owner(store:
     move = pending(run, SECONDARY, PRIMARY)
     slot = slot_of(move.destination)
     run.remove(sequence, store=store)
-    run.ledger.allocator.forget(block)
+    run.ledger.allocators[0].forget(block)
     run.note()
     owner = run.add([1] * 8)
     assert slot in [slot_of(held.index) for held in owner.blocks]
@@ -60,7 +60,7 @@ def test_a_late_failure_never_touches_the_same_handle_in_a_later_life() -> None:
     sequence = run.add("a")
     move = pending(run, SECONDARY, PRIMARY)
     run.remove(sequence, store=False)
-    run.ledger.allocator.forget(block)
+    run.ledger.allocators[0].forget(block)
     run.note()
     owner = run.add([1])
     assert owner.blocks == [block], "given back last, taken first"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import RequestError
 from kvtier.tiering.ledger import request as request_module
-from kvtier.tiering.ledger.key import BlockKey, Namespace, TokenKeys, multimodal_keys, next_chain_key
+from kvtier.tiering.ledger.key import BlockKey, KeyRun, Namespace, TokenKeys, multimodal_keys, next_chain_key
 from kvtier.tiering.ledger.request import MultimodalItem, Request, token_bytes
 
 IMAGE = b"\x01" * 32
@@ -313,6 +313,91 @@ def test_appending_and_cutting_is_the_same_as_a_new_prompt(prompt: list[int], ch
     assert keys.block_key(0, min(4, len(tokens))) == expected.block_key(0, min(4, len(tokens)))
 
 
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.lists(st.integers(0, 9), max_size=12), st.booleans(), st.integers(0, 24))
+def test_parts_of_a_growing_sequence_are_the_same_before_and_after_its_tokens_are_joined(
+        prompt: list[int], appended: list[int], with_extra: bool, asked: int) -> None:
+    keys = TokenKeys(Request(1, prompt, extra_ids=[7] * len(prompt) if with_extra else None), 4)
+    for token in appended:
+        keys.append(token)
+    tokens = prompt + appended
+    blocks = [(number, min(4, len(tokens) - 4 * number)) for number in range((len(tokens) + 3) // 4)]
+    before = [keys.block_key(number, num_tokens) for number, num_tokens in blocks]
+    assert [keys.token_ids(start, len(tokens)) for start in range(len(tokens))] == [tokens[start:] for start in range(len(tokens))]
+    count = min(asked, len(tokens))
+    start = keys.data_of(count)[:count * keys.width]
+    assert keys.data().startswith(start)
+    assert len(start) == count * keys.width
+    assert [keys.block_key(number, num_tokens) for number, num_tokens in blocks] == before
+    assert b"".join(before) == keys.data()
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------------
+
+
+def chain_of(run: KeyRun) -> list[bytes]:
+    return [run.chain_key(position) for position in range(run.num_blocks)]
+
+
+def plain_run(tokens: list[int], parent: KeyRun | None = None, **keywords: Any) -> KeyRun:
+    """Blocks of two tokens."""
+    request = Request(1, tokens, **keywords)
+    keys = TokenKeys(request, 2)
+    return KeyRun(Namespace(b"model", request), keys.block_bytes, keys.data(), len(tokens) // 2, True, parent, [])
+
+
+def test_a_run_names_its_blocks_as_a_prompt_does() -> None:
+    run = plain_run([1, 2, 3, 4, 5, 6])
+    assert chain_of(run) == chain(2, tokens=[1, 2, 3, 4, 5, 6])
+    assert [run.token_ids(position) for position in range(3)] == [(1, 2), (3, 4), (5, 6)]
+    assert [run.multimodal(position) for position in range(3)] == [()] * 3
+    assert [run.parent_chain_key(position) for position in range(3)] == [None, run.chain_key(0), run.chain_key(1)]
+
+
+@pytest.mark.parametrize("asked", [None, 0, 1, 3])
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_parts_of_a_run_have_its_chain_keys_whoever_asked_before(asked: int | None, cut: int) -> None:
+    expected = chain(2, tokens=list(range(8)))
+    run = plain_run(list(range(8)))
+    if asked is not None:
+        run.chain_key(asked)
+    upper = run.upper(cut)
+    lower = run.lower(cut, 4, upper)
+    grown = run.grown(cut, array("i", [90, 91]).tobytes(), 1)
+    assert lower.parent_chain_key(0) == expected[cut - 1]
+    assert chain_of(lower) == expected[cut:]
+    assert chain_of(upper) == expected[:cut]
+    assert chain_of(grown) == chain(2, tokens=[*range(2 * cut), 90, 91])
+    assert chain_of(run) == expected
+
+
+def test_a_parent_may_be_exchanged_for_an_equal_one() -> None:
+    """As when the tree splits it; the run below is the same afterwards, whether it was asked before or not."""
+    expected = chain(2, tokens=list(range(8)))
+    above = plain_run(list(range(6)))
+    below = plain_run([6, 7], above)
+    upper = above.upper(1)
+    below.parent = above.lower(1, 3, upper)
+    assert chain_of(below) == expected[3:]
+
+
+def test_a_run_with_an_item_tells_tokens_and_item_apart() -> None:
+    """Also where the tokens' bytes look like a suffix."""
+    tokens = [int.from_bytes(b"MMMM", "little")] * 40
+    items = (MultimodalItem(OTHER_IMAGE, [(30, 4)]), MultimodalItem(IMAGE, [(2, 2), (20, 3)]))
+    request = Request(1, tokens, multimodal=items)
+    keys = TokenKeys(request, 32)
+    for block, num_tokens in ((0, 32), (1, 8)):
+        run = KeyRun(Namespace(b"", request), num_tokens * 4, keys.block_key(block, num_tokens), 1, False, None, [])
+        assert run.token_ids(0) == tuple(tokens[:num_tokens])
+        assert run.multimodal(0) == tuple(multimodal_keys(items, block * 32, block * 32 + 32))
+        assert run.block_key(0) == keys.block_key(block, num_tokens)
+
+
+def test_a_run_with_extra_ids_gives_the_token_ids_alone() -> None:
+    run = plain_run([1, 2, 3, 4], extra_ids=[2**64 - 1, 0, 5, 6])
+    assert [run.token_ids(position) for position in range(2)] == [(1, 2), (3, 4)]
+
+
 # -- requests --------------------------------------------------------------------------------------------------------------
 
 
@@ -325,7 +410,6 @@ def test_appending_and_cutting_is_the_same_as_a_new_prompt(prompt: list[int], ch
     ({"tokens": [1, 2], "extra_ids": [1, -1]}, r"extra_ids\[1\]=-1"),
     ({"tokens": [1, 2], "extra_ids": [1, 1 << 64]}, r"extra_ids\[1\]"),
     ({"tokens": [1], "beam_width": 0}, "beam_width=0"),
-    ({"tokens": [1], "beam_width": 2}, "not included yet"),
     ({"tokens": [1], "max_new_tokens": -1}, "max_new_tokens=-1"),
     ({"tokens": [1], "num_draft_tokens": -1}, "num_draft_tokens=-1"),
     ({"tokens": [1], "encoder_length": -1}, "encoder_length=-1"),

@@ -19,10 +19,12 @@ from kvtier.errors import CapacityError, RequestError
 from kvtier.policies.retention import RetentionConfig, TokenRange
 from kvtier.pools.pool_index import NVME, PRIMARY, level_of
 from kvtier.tiering.ledger import capacity
+from kvtier.tiering.ledger.group import GroupSpec
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Move, WarmRow
 from kvtier.tiering.ledger.request import MultimodalItem, Request
 from kvtier.tiering.ledger.rules import LedgerRules
+from kvtier.tiering.ledger.truncating import truncate
 
 IMAGES = (b"\x01" * 32, b"\x02" * 32)
 NAMESPACES: tuple[dict[str, Any], ...] = (
@@ -79,7 +81,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.rules_ = LedgerRules(enable_partial_reuse=partial, copy_on_partial_reuse=copy_on_partial,
                                   secondary_offload_min_priority=thresholds[0], nvme_offload_min_priority=thresholds[1],
                                   keep_backing=keep_backing, write_ahead_share=share, policy="lru")
-        self.ledger = Ledger(self.num_blocks, tokens_per_block, self.rules_)
+        self.ledger = Ledger([GroupSpec(self.num_blocks)], tokens_per_block, self.rules_)
         self.driver = Driver(self.ledger)
         self.now = 0.0
         self.next_id = 0
@@ -112,10 +114,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def add(self, data: st.DataObject, count: int) -> None:
         self.make_room(data, 2)
         requests = [self.request(data) for _ in range(count)]
-        warm = bool(self.ledger.allocator.warm)
+        warm = bool(self.ledger.allocators[0].warm)
         forecast = capacity.match(self.ledger, requests[0])
         before = snapshot(self.ledger)
-        idle = not self.ledger.sequences and not self.ledger.leases and self.ledger.allocator.num_busy[PRIMARY] == 0
+        idle = not self.ledger.sequences and not self.ledger.leases and self.ledger.allocators[0].num_busy[PRIMARY] == 0
         try:
             sequences = self.driver.add(*requests)
         except CapacityError as error:
@@ -141,7 +143,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def check_preemption(self, error: CapacityError, requests: list[Request]) -> None:
         """Removing the named requests makes room; none are named only when that would not help."""
         assert error.needed > error.available
-        if any(self.ledger.allocator.num_busy[PRIMARY:NVME]):
+        if any(self.ledger.allocators[0].num_busy[PRIMARY:NVME]):
             return  # what is being transferred is free only later
         if error.preempt:
             for request_id in error.preempt:
@@ -253,10 +255,10 @@ class LedgerMachine(RuleBasedStateMachine):
         with pytest.raises(RequestError):
             self.ledger.release_lease(lease)
 
-    @precondition(lambda self: any(block.has_content for block in self.ledger.allocator.blocks))
+    @precondition(lambda self: any(block.has_content for block in self.ledger.allocators[0].blocks))
     @rule(data=st.data(), verb=st.sampled_from(("set_priority", "offload", "onboard")), priority=st.sampled_from(PRIORITIES))
     def single_block(self, data: st.DataObject, verb: str, priority: int) -> None:
-        block_id = data.draw(st.sampled_from([block.id for block in self.ledger.allocator.blocks if block.has_content]))
+        block_id = data.draw(st.sampled_from([block.id for block in self.ledger.allocators[0].blocks if block.has_content]))
         before = snapshot(self.ledger)
         try:
             if verb == "set_priority":
@@ -273,7 +275,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), keep=st.integers(0, 8))
     def truncate(self, data: st.DataObject, keep: int) -> None:
         request = Request(-1, **data.draw(st.sampled_from(self.prompts)))
-        capacity.truncate(self.ledger, request, keep)
+        truncate(self.ledger, request, keep)
         kept = -(-keep // self.tokens_per_block)
         assert capacity.match(self.ledger, request).reusable_blocks <= kept
         self.driver.tier.fetch()
@@ -326,7 +328,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.driver.tier.settle()
         assert not self.driver.tier.rows, "what was stored before a reset is on no level afterwards"
         assert not self.ledger.tree.roots
-        assert not self.ledger.allocator.warm
+        assert not self.ledger.allocators[0].warm
         self.driver.ever_stored.clear()
 
     @precondition(lambda self: self.num_blocks[NVME])
@@ -334,7 +336,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         """The process ends at any point; a new one finds what the manifest names."""
         old = self.driver.tier
-        self.ledger = Ledger(self.num_blocks, self.tokens_per_block, self.rules_)
+        self.ledger = Ledger([GroupSpec(self.num_blocks)], self.tokens_per_block, self.rules_)
         tier = PretendTier(self.ledger)
         tier.rows = dict(old.rows)
         tier.row_retention = dict(old.row_retention)
@@ -343,7 +345,7 @@ class LedgerMachine(RuleBasedStateMachine):
             tier.cells[NVME, slot] = old.cells[NVME, slot]
         self.ledger.set_time(self.now)
         rows = [WarmRow(0, slot, key, *tier.row_retention[slot]) for slot, key in sorted(tier.rows.items())]
-        self.ledger.adopt_store(rows, sorted(tier.quarantined))
+        self.ledger.adopt_store(rows, [(0, slot) for slot in sorted(tier.quarantined)])
         self.driver.ledger = self.ledger
         self.driver.tier = tier
         self.driver.running = {}

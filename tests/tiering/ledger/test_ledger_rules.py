@@ -45,7 +45,7 @@ def test_write_ahead_ends_where_one_place_on_nvme_is_left_for_two_blocks() -> No
     cache.tier.settle()
     assert [level_of(block.index) for block in kept] == [NVME, NVME]
     for block in pushed:
-        cache.ledger.allocator.forget(block)
+        cache.ledger.allocators[0].forget(block)
     both = [lower(5, 35), lower(6, 35)]
     cache.check_writing_ends(0.0)
     assert [block.nvme_backing is not None for block in both] == [True, False], "what is on NVMe is worth more"
@@ -78,7 +78,7 @@ def test_room_that_comes_free_on_nvme_is_used() -> None:
     cache.refresh(0.0)
     cache.tier.settle()
     first = next(block for block in blocks if block.nvme_backing is not None)
-    cache.ledger.allocator.forget(first)
+    cache.ledger.allocators[0].forget(first)
     cache.refresh(0.0)
     cache.tier.settle()
     assert [block.nvme_backing is not None for block in blocks if block is not first] == [True]
@@ -283,7 +283,7 @@ def test_appending_into_a_pinned_block_copies_it_first() -> None:
     lease = cache.ledger.pin(0)
     assert cache.append([0], [[6]])
     assert ids(cache, 0) == [0, 2]
-    assert [block.id for block in lease.blocks] == [0, 1]
+    assert [block.id for block in lease.rows[0]] == [0, 1]
     cache.check()
     cache.release(0)
     cache.ledger.release_lease(lease)

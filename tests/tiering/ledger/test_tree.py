@@ -38,17 +38,15 @@ class Grove:
         """Store a prompt: a handle for each block whose place is empty, the partial tail included. Returns the new ones."""
         keys, namespace = self.keys(tokens, **keywords)
         walk = self.tree.walk(self.tree.root(namespace), keys, len(tokens))
-        places = [(node, position) for node, count in zip(walk.nodes, walk.counts, strict=True) for position in range(count)]
-        places += self.tree.extend(walk, keys, len(tokens))
+        self.tree.extend(walk, keys, len(tokens))
         found = []
-        for node, position in places:
+        for node, position in [(node, position) for node, count in zip(walk.nodes, walk.counts, strict=True) for position in range(count)]:
             if node.values[group][position] is None:
                 block = self.block()
                 self.tree.attach(node, position, group, block, self.tokens_per_block)
                 found.append(block)
-        tail = self.tree.walk(self.tree.root(namespace), keys, len(tokens))
-        place = self.tree.extend_partial(tail, keys, len(tokens))
-        if place is not None:
+        place = self.tree.extend_partial(walk, keys, len(tokens))
+        if place is not None and place[0].values[group][place[1]] is None:
             block = self.block()
             self.tree.attach(place[0], place[1], group, block, len(tokens) % self.tokens_per_block)
             found.append(block)
@@ -68,7 +66,9 @@ class Grove:
         root = self.tree.find_root(namespace)
         if root is None:
             return []
-        return self.tree.partial_candidates(self.tree.walk(root, keys, len(tokens)), keys, len(tokens), group)
+        places = self.tree.partial_places(self.tree.walk(root, keys, len(tokens)), keys, len(tokens))
+        found = [(shared, node.values[group][position]) for shared, node, position in places.all_places()]
+        return [(shared, block) for shared, block in found if block is not None]
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_a_handle_attached_elsewhere_leaves_its_old_place_and_the_old_node_is_pr
     (block,) = grove.insert([1, 2])
     keys, namespace = grove.keys([5, 6])
     root = grove.tree.root(namespace)
-    ((node, position),) = grove.tree.extend(grove.tree.walk(root, keys, 2), keys, 2)
+    ((node, position, _count),) = grove.tree.extend(grove.tree.walk(root, keys, 2), keys, 2)
     grove.tree.attach(node, position, 0, block, 2)
     assert grove.find([1, 2]) == []
     assert grove.find([5, 6]) == [block]

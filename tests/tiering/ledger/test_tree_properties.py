@@ -14,9 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtier.pools.pool_index import PRIMARY, pool_index
 from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.events import EventLog, Removed, Stored, StoredBlock
 from kvtier.tiering.ledger.key import Namespace, TokenKeys, next_chain_key
 from kvtier.tiering.ledger.request import MultimodalItem, Request
-from kvtier.tiering.ledger.tree import MAX_GROWING_RUN, Node, ReuseTree, Walk
+from kvtier.tiering.ledger.tree import FEW_CHILDREN, MAX_GROWING_RUN, Node, ReuseTree, Walk
 from kvtier.types import BlockId
 
 IMAGES = (b"\x01" * 32, b"\x02" * 32)
@@ -47,7 +48,8 @@ class Tree:
         namespace, keys = self.keys(tokens, **keywords)
         walk = self.tree.walk(self.tree.root(namespace), keys, len(tokens))
         found = []
-        for node, position in [*places_of(walk), *self.tree.extend(walk, keys, len(tokens))]:
+        self.tree.extend(walk, keys, len(tokens))
+        for node, position in places_of(walk):
             if node.values[group][position] is None:
                 self.tree.attach(node, position, group, self.handle(), self.tokens_per_block)
             block = node.values[group][position]
@@ -60,7 +62,7 @@ class Tree:
         namespace, keys = self.keys(tokens, **keywords)
         walk = self.tree.walk(self.tree.root(namespace), keys, len(tokens))
         place = self.tree.extend_partial(walk, keys, len(tokens))
-        if place is None:
+        if place is None or place[0].values[group][place[1]] is not None:
             return None
         block = self.handle()
         self.tree.attach(place[0], place[1], group, block, len(tokens) % self.tokens_per_block)
@@ -69,7 +71,14 @@ class Tree:
     def partial(self, tokens: list[int], group: int = 0, **keywords: Any) -> list[tuple[int, Block]]:
         namespace, keys = self.keys(tokens, **keywords)
         walk = self.tree.walk(self.tree.root(namespace), keys, len(tokens))
-        return self.tree.partial_candidates(walk, keys, len(tokens), group)
+        return candidates_of(self.tree, walk, keys, len(tokens), group)
+
+
+def candidates_of(tree: ReuseTree, walk: Walk, keys: TokenKeys, num_tokens: int, group: int = 0) -> list[tuple[int, Block]]:
+    """What a partial match of one group chooses from."""
+    places = tree.partial_places(walk, keys, num_tokens).all_places()
+    found = [(shared, node.values[group][position]) for shared, node, position in places]
+    return [(shared, block) for shared, block in found if block is not None]
 
 
 def places_of(walk: Walk) -> list[tuple[Node, int]]:
@@ -172,7 +181,7 @@ def test_a_handle_attached_elsewhere_leaves_its_old_place_and_prunes_it(tree: Tr
     (block,) = tree.store([1, 2])
     namespace, keys = tree.keys([3, 4])
     walk = tree.tree.walk(tree.tree.root(namespace), keys, 2)
-    ((node, position),) = tree.tree.extend(walk, keys, 2)
+    ((node, position, _count),) = tree.tree.extend(walk, keys, 2)
     tree.tree.attach(node, position, 0, block, 2)
     assert tree.tree.num_nodes() == 1
     assert handles_of(tree.walk([1, 2])) == []
@@ -185,7 +194,7 @@ def test_a_partial_tail_that_became_full_moves_to_the_full_block_s_place() -> No
     assert tail is not None
     namespace, keys = tree.keys([1, 2, 3, 4])
     walk = tree.tree.walk(tree.tree.root(namespace), keys, 4)
-    ((node, position),) = tree.tree.extend(walk, keys, 4)
+    ((node, position, _count),) = tree.tree.extend(walk, keys, 4)
     tree.tree.attach(node, position, 0, tail, 4)
     assert tree.tree.num_nodes() == 1
     assert tail.num_tokens == 4
@@ -272,8 +281,8 @@ def test_the_tokens_that_count_end_where_the_caller_says(tree: Tree) -> None:
     stored = tree.store([1, 2, 3, 4])
     walk = tree.tree.walk(tree.tree.root(namespace), keys, 3)
     assert handles_of(walk) == stored[:1]
-    assert tree.tree.partial_candidates(walk, keys, 3, 0) == [(1, stored[1])]
-    assert tree.tree.partial_candidates(tree.tree.walk(tree.tree.root(namespace), keys, 2), keys, 2, 0) == []
+    assert candidates_of(tree.tree, walk, keys, 3) == [(1, stored[1])]
+    assert candidates_of(tree.tree, tree.tree.walk(tree.tree.root(namespace), keys, 2), keys, 2) == []
 
 
 def test_a_hole_is_no_partial_candidate(tree: Tree) -> None:
@@ -388,6 +397,17 @@ class NaiveNode:
         self.children: dict[BlockContent, NaiveNode] = {}
         self.handles: list[Block | None] = [None] * NUM_GROUPS
         self.chain_key = b""
+        self.namespace: Namespace | None = None if parent is None else parent.namespace
+
+    def stored(self) -> StoredBlock:
+        """What a Stored event says of this block."""
+        elements, item = self.content
+        assert self.namespace is not None
+        return StoredBlock(self.chain_key, tuple(token for token, _extra in elements), self.namespace.lora_id, self.namespace.cache_salt,
+                           PRIMARY, 35, () if item is None else (item[:2],))
+
+    def parent_hash(self) -> bytes | None:
+        return None if self.parent is None or self.parent.parent is None else self.parent.chain_key
 
     def below(self) -> Iterator[NaiveNode]:
         for child in self.children.values():
@@ -441,6 +461,32 @@ def prompts(draw: st.DrawFn) -> Prompt:
     return Prompt(tokens, extra_ids, item, draw(st.sampled_from(NAMESPACES)), draw(st.integers(1, len(tokens))))
 
 
+class EagerLog:
+    """Events with their content made at once."""
+
+    def __init__(self) -> None:
+        self.removed_hashes: list[list[bytes]] = [[] for _ in range(NUM_GROUPS)]
+        self.events: list[tuple[int, Stored | Removed]] = []
+
+    def stored(self, group: int, nodes: list[NaiveNode]) -> None:
+        self.publish_removed(group)
+        self.events.append((group, Stored(nodes[0].parent_hash(), tuple(node.stored() for node in nodes))))
+
+    def removed(self, group: int, node: NaiveNode) -> None:
+        self.removed_hashes[group].append(node.chain_key)
+
+    def publish_removed(self, group: int) -> None:
+        if self.removed_hashes[group]:
+            self.events.append((group, Removed(tuple(self.removed_hashes[group]))))
+            self.removed_hashes[group] = []
+
+    def flush(self) -> list[tuple[int, Stored | Removed]]:
+        for group in range(NUM_GROUPS):
+            self.publish_removed(group)
+        events, self.events = self.events, []
+        return events
+
+
 class TreeMachine(RuleBasedStateMachine):
     """Random lives of handles in the compressed tree and in the naive one."""
 
@@ -451,6 +497,8 @@ class TreeMachine(RuleBasedStateMachine):
         self.roots: dict[object, NaiveNode] = {}
         self.home: dict[Block, tuple[NaiveNode, int]] = {}  # where each attached handle sits, and its group
         self.num_handles = 0
+        self.log = EventLog(1 << 20, NUM_GROUPS)
+        self.eager = EagerLog()
 
     def fresh(self) -> Block:
         self.num_handles += 1
@@ -464,11 +512,19 @@ class TreeMachine(RuleBasedStateMachine):
         if block in self.home:
             self.take_out(block)
         self.tree.attach(place[0], place[1], group, block, num_tokens)
+        self.log.stored(group, [(place[0].run, place[1], 1)], PRIMARY, [35])
+        self.eager.stored(group, [node])
         node.handles[group] = block
         self.home[block] = (node, group)
 
     def take_out(self, block: Block) -> None:
+        assert block.node is not None
+        self.log.removed(self.home[block][1], block.node.run, block.position)
+        self.take_out_of_the_naive_tree(block)
+
+    def take_out_of_the_naive_tree(self, block: Block) -> None:
         node, group = self.home.pop(block)
+        self.eager.removed(group, node)
         node.handles[group] = None
         node.prune()
 
@@ -482,9 +538,13 @@ class TreeMachine(RuleBasedStateMachine):
         keys = TokenKeys(prompt.request, self.width)
         root = self.roots.setdefault(prompt.namespace.identity, NaiveNode(None, ()))
         root.chain_key = prompt.namespace.chain_seed
+        root.namespace = prompt.namespace
         walk = self.tree.walk(self.tree.root(prompt.namespace), keys, prompt.num_tokens)
-        places = places_of(walk) + self.tree.extend(walk, keys, prompt.num_tokens)
-        assert len(places) == len(blocks)
+        before = walk.num_blocks
+        spans = self.tree.extend(walk, keys, prompt.num_tokens)
+        places = places_of(walk)
+        assert len(places) == walk.num_blocks == len(blocks)
+        assert places[before:] == [(node, position) for node, first, count in spans for position in range(first, first + count)]
         node, nodes = root, []
         for number, content in enumerate(blocks):
             node = self.child(node, content, keys.block_key(number, self.width))
@@ -499,9 +559,11 @@ class TreeMachine(RuleBasedStateMachine):
             content = prompt.content(len(blocks), tail, self.width)
             walk = self.tree.walk(self.tree.root(prompt.namespace), keys, prompt.num_tokens)
             found = self.tree.extend_partial(walk, keys, prompt.num_tokens)
-            assert (found is None) == (content in node.children)
-            if found is not None:
-                self.put(self.fresh(), found, self.child(node, content, keys.block_key(len(blocks), tail)), group, tail)
+            assert found is not None
+            node = self.child(node, content, keys.block_key(len(blocks), tail))
+            assert found[0].values[group][found[1]] is node.handles[group]
+            if node.handles[group] is None:
+                self.put(self.fresh(), found, node, group, tail)
 
     def child(self, node: NaiveNode, content: BlockContent, key: bytes) -> NaiveNode:
         child = node.children.get(content)
@@ -519,6 +581,65 @@ class TreeMachine(RuleBasedStateMachine):
             if others:
                 return others[mover % len(others)]
         return self.fresh()
+
+    @rule(prompt=prompts(), group=st.integers(0, NUM_GROUPS - 1))
+    def store_spans(self, prompt: Prompt, group: int) -> None:
+        """What lies behind the walk, a span at a time, in one event."""
+        blocks = self.full_blocks(prompt)
+        keys = TokenKeys(prompt.request, self.width)
+        walk = self.tree.walk(self.tree.root(prompt.namespace), keys, prompt.num_tokens)
+        number = walk.num_blocks
+        if number == len(blocks):
+            self.tree.prune(walk.end()[0])  # a root that was just made
+            return
+        root = self.roots.setdefault(prompt.namespace.identity, NaiveNode(None, ()))
+        root.chain_key = prompt.namespace.chain_seed
+        root.namespace = prompt.namespace
+        handles = [self.fresh() for _ in blocks]
+        node, nodes = root, []
+        for block_number, content in enumerate(blocks):
+            node = self.child(node, content, keys.block_key(block_number, self.width))
+            nodes.append(node)
+        for naive, block in list(zip(nodes, handles, strict=True))[number:]:
+            naive.handles[group] = block
+            self.home[block] = (naive, group)
+        start = number
+        spans = self.tree.extend(walk, keys, prompt.num_tokens)
+        for run, first, count in spans:
+            self.tree.attach_span(run, first, group, handles, start, count)
+            start += count
+        self.log.stored(group, [(run.run, first, count) for run, first, count in spans], PRIMARY, [35] * (len(blocks) - number))
+        self.eager.stored(group, nodes[number:])
+
+    @precondition(lambda self: self.home)
+    @rule(choice=st.integers(0, 1000), length=st.integers(1, 6))
+    def detach_span(self, choice: int, length: int) -> None:
+        """A handle and those right before it in its run."""
+        block = list(self.home)[choice % len(self.home)]
+        group = self.home[block][1]
+        node, end = block.node, block.position + 1
+        assert node is not None
+        first = end - 1
+        while end - first < length and first > 0 and node.values[group][first - 1] is not None:
+            first -= 1
+        gone = [node.values[group][position] for position in range(end - 1, first - 1, -1)]
+        self.log.removed_span(group, node.run, first, end)
+        for handle in gone:
+            assert handle is not None
+            self.take_out_of_the_naive_tree(handle)
+        self.tree.detach_span(node, group, first, end)
+        for handle in gone:
+            assert handle is not None
+            assert (handle.node, handle.position, handle.num_tokens) == (None, 0, 0)
+
+    @rule()
+    def read_events(self) -> None:
+        """Made now, from runs as they were when the tree was another, events say what they would have said then."""
+        assert [(event.group, event.data) for event in self.log.flush()] == self.eager.flush()
+
+    def teardown(self) -> None:
+        if hasattr(self, "log"):
+            self.read_events()
 
     @precondition(lambda self: self.home)
     @rule(choices=st.lists(st.integers(0, 1000), min_size=1, max_size=6))
@@ -568,7 +689,7 @@ class TreeMachine(RuleBasedStateMachine):
                 shared += 1
             if shared and block is not None and item is None and prompt.overlap(start, start + self.width) is None:
                 expected.append((shared, block.id))
-        found = self.tree.partial_candidates(walk, keys, prompt.num_tokens, group)
+        found = candidates_of(self.tree, walk, keys, prompt.num_tokens, group)
         assert sorted((shared, block.id) for shared, block in found) == sorted(expected)
         lengths = [shared for shared, _block in found]
         assert lengths == sorted(lengths, reverse=True)
@@ -584,10 +705,21 @@ class TreeMachine(RuleBasedStateMachine):
             assert block.num_tokens == len(node.content[0])
             assert block.node.is_leaf(block.position) == (not node.children)
         for run in self.runs():
-            assert all(node.parent is run and node in run.children.values() for same in run.by_first_token.values() for node in same)
+            ordered = [] if run.order is None else [key for bucket in run.order.buckets for key in bucket]
+            if run.order is not None or len(run.children) > FEW_CHILDREN:
+                assert ordered == sorted(key for key, node in run.children.items() if node.takes_partial())
+            self.check_run(run)
             for values, present in zip(run.values, run.present, strict=True):
                 assert len(values) == run.length
                 assert present == sum(value is not None for value in values)
+
+    def check_run(self, node: Node) -> None:
+        """The keys of the run are those of the node, and it stands behind its parent node's run."""
+        assert node.run.label is node.label
+        assert node.run.num_blocks >= node.length
+        assert not node.children or node.run.num_blocks == node.length
+        assert node.parent is not None
+        assert node.run.parent is (None if node.parent.parent is None else node.parent.run)
 
     def runs(self) -> list[Node]:
         found = list(self.tree.roots.values())

@@ -13,6 +13,7 @@ from kvtier.tiering.ledger.events import Stored
 from kvtier.tiering.ledger.key import Namespace, TokenKeys, next_chain_key
 from kvtier.tiering.ledger.moves import Discard, WarmRow
 from kvtier.tiering.ledger.request import MultimodalItem
+from kvtier.tiering.ledger.truncating import truncate
 
 
 def chain_keys(run: HandRun, letters: str, **keywords: object) -> list[bytes]:
@@ -56,7 +57,7 @@ def test_a_warm_start_adopts_what_nvme_holds_with_the_requests_own_tokens() -> N
     assert isinstance(stored, Stored)
     assert [block.tokens for block in stored.blocks] == [tuple(words("a")), tuple(words("b"))]
     assert [block.level for block in stored.blocks] == [NVME, NVME]
-    assert set(run.ledger.allocator.warm) == {keys[2]}, "what was not asked for waits on"
+    assert set(run.ledger.allocators[0].warm) == {keys[2]}, "what was not asked for waits on"
     assert run.compute(sequence)
     assert run.ledger.counters.hit_tokens == [0, 0, 8]
     run.finish()
@@ -82,7 +83,7 @@ def test_other_tokens_never_adopt_a_warm_block() -> None:
         assert sequence.prepopulated == 0
         run.remove(sequence, store=False)
     assert run.add("a", cache_salt="tenant").prepopulated == 0
-    assert len(run.ledger.allocator.warm) == 1
+    assert len(run.ledger.allocators[0].warm) == 1
     run.finish()
 
 
@@ -109,7 +110,7 @@ def test_a_namespace_that_is_not_persistent_neither_adopts_nor_writes(keywords: 
     sequence = run.add("a", **keywords)
     assert sequence.prepopulated == 0
     assert capacity.match(run.ledger, run.request("a", **keywords)).reusable_blocks == 0
-    assert len(run.ledger.allocator.warm) == 1
+    assert len(run.ledger.allocators[0].warm) == 1
     assert run.compute(sequence)
     run.remove(sequence)
     block = sequence.blocks[0]
@@ -171,8 +172,8 @@ def test_a_slot_quarantined_earlier_is_never_used() -> None:
 def test_truncate_forgets_warm_blocks_behind_the_kept_part_and_deletes_their_rows() -> None:
     rows = warm_rows("abc")
     run = HandRun(4, 2, 4, warm=rows)
-    assert capacity.truncate(run.ledger, run.request("abc"), 4) == 2
+    assert truncate(run.ledger, run.request("abc"), 4) == 2
     run.settle()
-    assert set(run.ledger.allocator.warm) == {rows[0].key}
+    assert set(run.ledger.allocators[0].warm) == {rows[0].key}
     assert run.tier.rows == {0: rows[0].key}
     run.finish()

@@ -1,0 +1,169 @@
+"""Copies of blocks that consist of several sections: together when whole, and what cannot be cut stays whole when partial."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtier.io.copiers import open_copiers
+from kvtier.io.cuda_stream import CudaStream
+from kvtier.io.device import CudaDevice
+from kvtier.pools.group_pools import GroupPools
+from kvtier.pools.host_arena import HostArena
+from kvtier.pools.layout import KVLayout, LayerGroup, LayerSpec
+from kvtier.pools.pool_index import LEVEL_NAMES, NVME, PRIMARY, SECONDARY
+from kvtier.pools.primary import PrimaryPool
+
+SLOTS = 8
+TOKENS = 4
+
+GROUPS = {
+    "plain": LayerSpec.attention(2, 8),
+    "split": LayerSpec.attention(2, 8, value_dim=4),
+    "mla": LayerSpec.mla(6, 2, indexer_bytes=12),
+    "recurrent": LayerSpec.recurrent(100, 8),
+    "scales": LayerSpec.attention(2, 32, dtype="uint8", scale_bytes=2),
+    "all": LayerSpec.attention(2, 16, value_dim=32, dtype="bfloat16", scale_bytes=3, indexer_bytes=7),
+    "dense": LayerSpec.attention(2, 128, dtype="bfloat16", scale_bytes=128, indexer_bytes=512),  # 8 KiB, 8 KiB and 4 KiB for two layers
+}
+ROUTES = [(destination, source) for destination in (PRIMARY, SECONDARY) for source in (PRIMARY, SECONDARY, NVME)]
+
+
+def group_of(name: str) -> LayerGroup:
+    return KVLayout([GROUPS[name]] * 2, "float32", TOKENS).groups[0]
+
+
+class Place:
+    """Three memories of one group with random content."""
+
+    def __init__(self, group: LayerGroup) -> None:
+        self.group = group
+        self.pools = GroupPools(group, PrimaryPool(group, SLOTS, "cpu"), HostArena(SLOTS, group.block_bytes, pin=False))
+        self.staging = HostArena(SLOTS, group.block_bytes, pin=False)
+        self.fill()
+
+    def fill(self) -> None:
+        generator = np.random.default_rng(5)
+        for level in (PRIMARY, SECONDARY, NVME):
+            for slot in range(SLOTS):
+                data = generator.integers(0, 256, self.group.block_bytes, dtype=np.uint8)
+                if level == PRIMARY:
+                    self.pools.primary.write_block(slot, torch.from_numpy(data))
+                else:
+                    self.arena(level).rows[slot] = data
+
+    def arena(self, level: int) -> HostArena:
+        arena = self.staging if level == NVME else self.pools.secondary
+        assert arena is not None
+        return arena
+
+    def now(self, level: int) -> np.ndarray:
+        """uint8 [slots, block bytes]."""
+        if level == PRIMARY:
+            return np.stack([self.pools.primary.read_block(slot).numpy() for slot in range(SLOTS)])
+        return np.array(self.arena(level).rows)
+
+    def all(self) -> dict[int, np.ndarray]:
+        return {level: self.now(level) for level in (PRIMARY, SECONDARY, NVME)}
+
+
+def block_after(group: LayerGroup, before: np.ndarray, data: np.ndarray, num_tokens: int) -> np.ndarray:
+    """A block after a copy of ``data``, from the description of what a block holds (not from its sections)."""
+    spec, layers = group.spec, group.num_layers
+    if not 0 < num_tokens < TOKENS or spec.kind == "recurrent":
+        return data.copy()
+    size = {"float32": 4, "bfloat16": 2, "uint8": 1}[group.dtype]
+    fields = [(layers * spec.kv_factor, spec.head_dim)] if not group.is_split else [(layers, spec.head_dim), (layers, spec.value_dim)]
+    after, start = data.copy(), 0
+    for count, dim in fields:
+        length = count * spec.num_kv_heads * TOKENS * dim * size
+        shape = (count, spec.num_kv_heads, TOKENS, dim * size)
+        after[start:start + length].reshape(shape)[:, :, num_tokens:] = before[start:start + length].reshape(shape)[:, :, num_tokens:]
+        start += length
+    return after
+
+
+def check(place: Place, copier: Any, route: tuple[int, int], pairs: list[tuple[int, int]], num_tokens: int) -> None:
+    destination, source = route
+    expected = place.all()
+    before = {level: rows.copy() for level, rows in expected.items()}
+    for from_slot, to_slot in pairs:
+        expected[destination][to_slot] = block_after(place.group, before[destination][to_slot], before[source][from_slot], num_tokens)
+    copier(pairs, num_tokens)
+    for level, rows in expected.items():
+        np.testing.assert_array_equal(place.now(level), rows, err_msg=LEVEL_NAMES[level])
+
+
+@pytest.fixture(params=GROUPS)
+def place(request: pytest.FixtureRequest) -> Place:
+    return Place(group_of(request.param))
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaStream]:
+    spec = importlib.util.spec_from_file_location("cuda_stand_in", Path(__file__).with_name("cuda_stand_in.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cuda = module.StandInCuda(3)
+    monkeypatch.setitem(sys.modules, "cupy", cuda)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    made = CudaDevice(cuda, 0).stream("test")
+    assert isinstance(made, CudaStream)
+    yield made
+    assert made.close(5.0)
+
+
+PAIRS = st.lists(st.tuples(st.integers(0, 3), st.integers(4, SLOTS - 1)), min_size=1, max_size=4, unique_by=lambda pair: pair[1])
+QUIET = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
+
+
+@QUIET
+@given(route=st.sampled_from(ROUTES), pairs=PAIRS, num_tokens=st.integers(-1, TOKENS + 1))
+def test_every_section_of_a_block_arrives(place: Place, route: tuple[int, int], pairs: list[tuple[int, int]], num_tokens: int) -> None:
+    check(place, open_copiers(place.pools, place.staging, "cpu")[route].copy, route, pairs, num_tokens)
+
+
+@QUIET
+@given(route=st.sampled_from(ROUTES), pairs=PAIRS, num_tokens=st.integers(-1, TOKENS + 1))
+def test_the_cuda_twin_copies_the_same_bytes_on_the_stand_in(
+        place: Place, stream: CudaStream, route: tuple[int, int], pairs: list[tuple[int, int]], num_tokens: int) -> None:
+    copier = open_copiers(place.pools, place.staging, "cuda:0")[route]
+
+    def copy(pairs: list[tuple[int, int]], num_tokens: int) -> None:
+        event = stream.submit(lambda: copier.copy(pairs, num_tokens))
+        assert event.wait(5.0)
+        assert event.error is None
+
+    check(place, copy, route, pairs, num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+@pytest.mark.parametrize("pair", [(SLOTS, 0), (0, SLOTS), (-1, 0)])
+def test_a_slot_outside_copies_no_section(place: Place, pair: tuple[int, int], num_tokens: int) -> None:
+    before = place.all()
+    with pytest.raises(IndexError):
+        open_copiers(place.pools, place.staging, "cpu")[SECONDARY, PRIMARY].copy([(0, 1), pair], num_tokens)
+    for level, rows in before.items():
+        np.testing.assert_array_equal(place.now(level), rows)
+
+
+def test_a_run_of_neighbours_is_one_copy_for_each_section_and_one_in_all_between_host_memories(stream: CudaStream) -> None:
+    place = Place(group_of("all"))
+    copiers = open_copiers(place.pools, place.staging, "cuda:0")
+    pairs = [(0, 4), (1, 5), (2, 6)]
+    for route, copies in (((SECONDARY, PRIMARY), 4), ((PRIMARY, NVME), 4), ((SECONDARY, NVME), 1)):
+        calls = sys.modules["cupy"].runtime.calls  # type: ignore[attr-defined]
+        calls.clear()
+        assert stream.submit(lambda route=route: copiers[route].copy(pairs)).wait(5.0)  # type: ignore[misc]
+        assert len(calls) == copies

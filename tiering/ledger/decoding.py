@@ -1,0 +1,305 @@
+"""Growing and shrinking sequences token by token: append, rewind, and who may write into which block (design: ledger rules)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvtier.errors import RequestError
+from kvtier.policies.eviction import NOT_QUEUED
+from kvtier.policies.retention import DEFAULT_PRIORITY
+from kvtier.pools.pool_index import PRIMARY
+from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
+from kvtier.tiering.ledger.room import require_room
+from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow, check_token
+from kvtier.tiering.ledger.state import LedgerState
+
+NOTHING_WANTED: Final[list[set[int]]] = []
+
+
+def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+    """Append sampled tokens to several sequences at once; what comes before the newest token counts as computed.
+
+    A sequence with several beams gets one token for each beam; one with one beam any number.
+
+    Raises:
+        RequestError: a token outside int32, an id twice, lists of different length, not one token for each beam.
+        UnknownRequest: no such sequence.
+        CapacityError: too few free primary blocks; nothing was appended to anybody.
+    """
+    if len(ids) != len(tokens):
+        raise RequestError(f"{len(ids)} ids and {len(tokens)} token lists; pass one list for each id")
+    if len(set(ids)) != len(ids):
+        raise RequestError(f"ids={list(ids)}: an id is given twice")
+    needed = [0] * len(state.groups)
+    batch: list[ActiveSequence] = []
+    for request_id, appended in zip(ids, tokens, strict=True):
+        sequence = state.sequence(request_id)
+        require_reported(sequence)
+        for token in appended:
+            check_token(request_id, token)
+        batch.append(sequence)
+        if not appended:
+            continue
+        beams = sequence.request.beam_width
+        if beams > 1 and len(appended) != beams:
+            raise RequestError(f"request {request_id}: {len(appended)} tokens for {beams} beams; append one token for each beam")
+        count = len(appended) if beams == 1 else 1
+        for row in sequence.rows:
+            needed[row.group] += _needed(state, sequence, row, count)
+    for group, count in enumerate(needed):
+        if count > state.allocators[group].queues.num_free(0):
+            require_room(state, needed, NOTHING_WANTED, f"one more step of requests {list(ids)}", frozenset(ids))
+    if state.has_window:
+        for sequence, appended in zip(batch, tokens, strict=True):
+            if appended:
+                _leave_windows(state, sequence)  # of the whole batch, before anybody takes a block: the room was counted so
+    for sequence, appended in zip(batch, tokens, strict=True):
+        if appended:
+            _append(state, sequence, appended if sequence.request.beam_width == 1 else appended[:1])
+
+
+def _needed(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, count: int) -> int:
+    """Blocks of one group that appending ``count`` positions takes, less those that leave the window by it."""
+    geometry = state.geometries[row.group]
+    num_tokens = sequence.num_tokens
+    needed = 0
+    if geometry.kind == CROSS:
+        return 0
+    new_positions = geometry.num_blocks(num_tokens + count) - len(row.blocks)
+    if geometry.kind == RECURRENT:
+        if new_positions and _is_snapshot(state, sequence, row, num_tokens, count):
+            return 1
+        return _num_tail_copies(row)
+    needed = new_positions * (len(row.other_beams) + 1)
+    if _has_open_tail(state, row, num_tokens):
+        needed += _num_tail_copies(row)
+    if geometry.kind == WINDOW:
+        first = geometry.num_sink_blocks + row.num_departed
+        end = min(geometry.num_sink_blocks + geometry.num_departed(num_tokens + 1), len(row.blocks))
+        allocator = state.allocators[row.group]
+        for beam in range(len(row.other_beams) + 1):
+            blocks = row.beam(beam)
+            for position in range(first, end):
+                if blocks[position].ref_count == 1 and not allocator.is_busy(blocks[position]):
+                    needed -= 1
+    return needed
+
+
+def _num_tail_copies(row: SequenceRow) -> int:
+    """Copies of last blocks until each beam can write into its own: the last of those who share a block needs none."""
+    if not row.other_beams:
+        return 1 if row.blocks[-1].ref_count > 1 else 0
+    holders: dict[int, int] = {}
+    references: dict[int, int] = {}
+    for beam in range(len(row.other_beams) + 1):
+        last = row.beam(beam)[-1]
+        holders[last.id] = holders.get(last.id, 0) + 1
+        references[last.id] = last.ref_count
+    copies = 0
+    for block_id, count in holders.items():
+        copies += count if references[block_id] > count else count - 1
+    return copies
+
+
+def _append(state: LedgerState, sequence: ActiveSequence, appended: Sequence[int]) -> None:
+    old = sequence.num_tokens
+    if sequence.request.beam_width > 1 and old == sequence.request.num_tokens:
+        _copy_tail_to_beams(state, sequence)
+    for token in appended:
+        sequence.keys.append(token)
+    retention = sequence.request.retention
+    priority = DEFAULT_PRIORITY if retention is None else retention.decode_priority
+    duration = 0.0 if retention is None else retention.decode_duration_seconds or 0.0
+    for row in sequence.rows:
+        geometry = state.geometries[row.group]
+        if geometry.kind == CROSS:
+            continue
+        total = geometry.num_blocks(sequence.num_tokens)
+        if geometry.kind == RECURRENT:
+            _carry_state_on(state, sequence, row, old, total, priority, duration)
+            continue
+        allocator = state.allocators[row.group]
+        has_open_tail = _has_open_tail(state, row, old)  # of all beams: asked before the first one grows
+        for beam in range(len(row.other_beams) + 1):
+            blocks = row.beam(beam)
+            if has_open_tail:
+                make_writable(state, row, beam, len(blocks) - 1)
+            while len(blocks) < total:
+                block = allocator.take(priority, duration)
+                block.ref_count = 1
+                blocks.append(block)
+    sequence.computed = sequence.num_tokens - 1
+
+
+def _leave_windows(state: LedgerState, sequence: ActiveSequence) -> None:
+    for row in sequence.rows:
+        geometry = state.geometries[row.group]
+        if geometry.kind == WINDOW:
+            depart(state, row, geometry.num_departed(sequence.num_tokens + 1))
+
+
+def depart(state: LedgerState, row: SequenceRow, num_departed: int) -> None:
+    """Let blocks that have left the window go. What is stored of them stays where it can be found, until somebody takes the block."""
+    first = row.num_departed
+    if num_departed <= first:
+        return
+    allocator = state.allocators[row.group]
+    geometry = state.geometries[row.group]
+    while len(row.departed_ids) < len(row.other_beams) + 1:
+        row.departed_ids.append([])
+    for beam in range(len(row.other_beams) + 1):
+        blocks = row.beam(beam)
+        for position in range(geometry.num_sink_blocks + first, geometry.num_sink_blocks + num_departed):
+            block = blocks[position]
+            row.departed_ids[beam].append(block.id)
+            if block.id >= 0:
+                blocks[position] = allocator.placeholder
+                block.duration = 0.0
+                block.expires_at = 0.0
+                allocator.release(block)
+                if block.queue != NOT_QUEUED and not block.has_content:  # like everything that leaves a window, to the back
+                    allocator.queues.claim(block)
+                    allocator.queues.add_empty_last(block, PRIMARY)
+
+
+def _has_open_tail(state: LedgerState, row: SequenceRow, num_tokens: int) -> bool:
+    """Whether the next token goes into a block that there is already."""
+    geometry = state.geometries[row.group]
+    places = num_tokens + (geometry.bubble if num_tokens >= geometry.sinks else 0)
+    return places < len(row.blocks) * state.tokens_per_block
+
+
+def _copy_tail_to_beams(state: LedgerState, sequence: ActiveSequence) -> None:
+    """The prompt was computed once, into the first beam's unfilled last block: every other beam continues from a copy."""
+    for row in sequence.rows:
+        geometry = state.geometries[row.group]
+        if geometry.kind == CROSS or not row.blocks:
+            continue
+        num_tokens = sequence.num_tokens + (geometry.bubble if sequence.num_tokens > geometry.sinks else 0)
+        num_tokens = 0 if geometry.kind == RECURRENT else num_tokens % state.tokens_per_block
+        first = row.blocks[-1]
+        for blocks in row.other_beams:
+            if blocks[-1] is not first:
+                state.allocators[row.group].copy(first, blocks[-1], num_tokens)
+
+
+def _is_snapshot(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, num_tokens: int, count: int) -> bool:
+    """Whether the running state is at a point that is kept: the next token starts a block, and this many tokens are a snapshot.
+
+    When several tokens are appended at once, the state has moved on with them already, unless the engine said that it has not.
+    """
+    if count > 1 and sequence.computed != num_tokens:
+        return False
+    if not state.reuse or num_tokens % state.tokens_per_block or sequence.request.skip_write or sequence.request.beam_width > 1:
+        return False
+    return state.geometries[row.group].keeps_state(num_tokens // state.tokens_per_block - 1, sequence.request.num_tokens)
+
+
+def _carry_state_on(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, old: int, total: int, priority: int,
+                    duration: float) -> None:
+    """The running state always stands in the last block: the same handle moves on, unless its content has to stay for others."""
+    allocator = state.allocators[row.group]
+    new_positions = total - len(row.blocks)
+    stays = new_positions > 0 and _is_snapshot(state, sequence, row, old, sequence.num_tokens - old)
+    for beam in range(len(row.other_beams) + 1):
+        blocks = row.beam(beam)
+        running = blocks[-1]
+        following = running
+        if running.ref_count > 1 or stays:
+            following = allocator.take(priority, duration)
+            following.ref_count = 1
+            allocator.copy(running, following, 0)
+        if not stays:
+            blocks[-1] = allocator.placeholder
+            if following is not running:
+                allocator.release(running)
+        if new_positions == 0:
+            blocks[-1] = following
+            continue
+        while len(blocks) < total - 1:
+            blocks.append(allocator.placeholder)
+        blocks.append(following)
+
+
+def rewind(state: LedgerState, request_id: int, num_tokens: int) -> None:
+    """Take back the last ``num_tokens`` generated tokens (rejected drafts). A block that was cut leaves the tree.
+
+    Raises:
+        RequestError: more than was generated, or further back than a window or a running state can go.
+        CapacityError: the cut block is shared and no primary block is free for a private copy; nothing has changed.
+    """
+    sequence = state.sequence(request_id)
+    generated = sequence.num_tokens - sequence.request.num_tokens
+    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or not 0 <= num_tokens <= generated:
+        raise RequestError(f"request {request_id}: rewind({num_tokens!r}); it has generated {generated} tokens and the prompt stays")
+    if num_tokens == 0:
+        return
+    left = sequence.num_tokens - num_tokens
+    needed = [0] * len(state.groups)
+    for row in sequence.rows:
+        geometry = state.geometries[row.group]
+        if geometry.kind == CROSS:
+            continue
+        if geometry.kind == RECURRENT:
+            raise RequestError(f"request {request_id}: rewind({num_tokens}); group {row.group} keeps one running state, which cannot be "
+                               "taken back; remove the sequence and admit it again, it resumes from the last snapshot")
+        if geometry.num_departed(left + 1) < row.num_departed:
+            most = 0
+            while geometry.num_departed(sequence.num_tokens - most) >= row.num_departed:
+                most += 1
+            raise RequestError(f"request {request_id}: rewind({num_tokens}); the window of group {row.group} has moved on, at most {most} "
+                               "tokens can be taken back")
+        last = geometry.num_blocks(left) - 1
+        for beam in range(len(row.other_beams) + 1):
+            if _is_cut(state, row, left) and row.beam(beam)[last].ref_count > 1:
+                needed[row.group] += 1
+    if max(needed) > 0:
+        require_room(state, needed, NOTHING_WANTED, f"a private copy for request {request_id}")
+    sequence.keys.truncate(left)
+    sequence.computed = min(sequence.computed, left)
+    sequence.valid = min(sequence.valid, sequence.computed)
+    for row in sequence.rows:
+        geometry = state.geometries[row.group]
+        if geometry.kind == CROSS:
+            continue
+        last = geometry.num_blocks(left) - 1
+        for beam in range(len(row.other_beams) + 1):
+            blocks = row.beam(beam)
+            while len(blocks) > last + 1:
+                state.allocators[row.group].release(blocks.pop())
+            if _is_cut(state, row, left):
+                make_writable(state, row, beam, last)
+
+
+def _is_cut(state: LedgerState, row: SequenceRow, num_tokens: int) -> bool:
+    geometry = state.geometries[row.group]
+    return (num_tokens + (geometry.bubble if num_tokens > geometry.sinks else 0)) % state.tokens_per_block != 0
+
+
+def make_writable(state: LedgerState, row: SequenceRow, beam: int, position: int) -> Block:
+    """Whatever writes into a block first drops its key, node and backings; a shared block is copied first."""
+    allocator = state.allocators[row.group]
+    blocks = row.beam(beam)
+    block = blocks[position]
+    if block.ref_count > 1:
+        private = allocator.take(block.priority, block.duration)
+        private.ref_count = 1
+        allocator.copy(block, private, 0)
+        allocator.release(block)
+        blocks[position] = private
+        return private
+    if block.node is not None:
+        allocator.drop(block)
+    return block
+
+
+def require_reported(sequence: ActiveSequence) -> None:
+    """An engine that does not know of a failed read computes on tokens that are not there: refuse what it says about them."""
+    if sequence.must_preempt:
+        raise RequestError(f"request {sequence.id}: a block whose read failed could not be replaced; remove this sequence and admit it "
+                           "again")
+    if sequence.must_report:
+        raise RequestError(f"request {sequence.id}: a read failed and {sequence.valid} of {sequence.prepopulated} reused tokens are left; "
+                           "wait until it is ready and compute from there")

@@ -1,0 +1,175 @@
+"""``Readiness``: which sequences have everything they need, and steps of the engine over those that do (design: transfer rules)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from kvtier.errors import CapacityError, TransferError
+from kvtier.io.device import EngineStream
+from kvtier.pools.layout import KVLayout
+from kvtier.pools.pool_index import PoolIndex
+from kvtier.tiering import arguments
+from kvtier.tiering.config import TierConfig
+from kvtier.tiering.core import TierCore
+from kvtier.tiering.ledger.sequence import ActiveSequence
+
+STEP_TIMEOUT: Final = 60.0  # seconds a step waits for copies between memories, which take milliseconds
+
+Indices = list[list[PoolIndex]]
+"""By group: where a sequence's blocks are."""
+
+
+class Readiness(TierCore):
+    """Waiting for a sequence's blocks, and steps."""
+
+    def __init__(self, layout: KVLayout, config: TierConfig, device: str = "cpu", model: str | None = None) -> None:
+        super().__init__(layout, config, device, model)
+        self._stepping: dict[int, int] = {}         # ids that take part in running steps, and in how many
+        self._ended_in_step: dict[int, bool] = {}   # removed meanwhile: store or not
+
+    def wait_ready(self, request_id: int, layer: int | None = None, timeout: float | None = None) -> int:
+        """Wait until the sequence's reused blocks have arrived. Returns how many leading tokens are really there.
+
+        That is fewer than promised after a bad read; the engine computes the rest. Later in the sequence's life, what the
+        engine has computed since counts too. ``layer`` may name the first layer needed; for now the whole block is waited for.
+
+        Raises:
+            TimeoutError: not ready after ``timeout`` seconds; the sequence is as before.
+            CapacityError: a bad block could not be replaced; remove this sequence and admit it again.
+        """
+        self._check_layer(layer)
+        deadline = None if timeout is None else time.monotonic() + arguments.seconds("timeout", timeout)
+        while True:
+            valid = self._ready_now(request_id)
+            if valid is not None:
+                return valid
+            with self.locked() as ledger:
+                indices = _indices(ledger.sequence(request_id))
+            if not all(self.transfers.wait(group, row, _left(deadline)) and self.transfers.wait_for_files(group, row, _left(deadline))
+                       for group, row in enumerate(indices)):
+                self._require_open()
+                raise TimeoutError(f"request {request_id}: not ready after {timeout} s; wait again, or remove the sequence")
+
+    async def ready(self, request_id: int, layer: int | None = None) -> int:
+        """Like :meth:`wait_ready` without blocking the event loop; cancel it or use ``asyncio.timeout`` for a deadline."""
+        self._check_layer(layer)
+        loop = asyncio.get_running_loop()
+        finished = asyncio.Event()
+
+        def wake() -> None:
+            if not loop.is_closed():  # a call that was under way when the listener was removed
+                loop.call_soon_threadsafe(finished.set)
+
+        self.transfers.add_listener(wake)
+        try:
+            while True:
+                finished.clear()
+                valid = self._ready_now(request_id)
+                if valid is not None:
+                    return valid
+                await finished.wait()
+        finally:
+            self.transfers.remove_listener(wake)
+
+    def is_ready(self, request_id: int) -> bool:
+        """Whether :meth:`wait_ready` would return, or raise CapacityError, at once. Does not count as its report."""
+        self._submit()
+        with self.locked() as ledger:
+            sequence = ledger.sequence(request_id)
+            return sequence.must_preempt or self._has_arrived(_indices(sequence))
+
+    @contextmanager
+    def step(self, stream: EngineStream | None, ids: Sequence[int]) -> Iterator[list[int]]:
+        """One forward pass over these sequences, ordered against our copies. Yields the ids that may take part.
+
+        Left out are sequences that are not ready, and those that lost tokens to a bad read until :meth:`wait_ready` has said
+        so. ``stream`` is the engine's CUDA stream; None on the CPU.
+
+        Raises:
+            UnknownRequest: an id that is not active.
+            TransferError: copies between memories did not end within a minute.
+        """
+        arguments.sequence_of("ids", ids)
+        self._submit()
+        with self.locked() as ledger:
+            candidates: dict[int, Indices] = {}
+            for request_id in ids:
+                sequence = ledger.sequence(request_id)
+                indices = _indices(sequence)
+                if not (sequence.must_report or sequence.must_preempt or self._waits_for_files(indices)):
+                    candidates[request_id] = indices
+        for group in range(len(self.layout.groups)):
+            ordered = [index for indices in candidates.values() for index in indices[group]]
+            if ordered and not self.transfers.order_before_engine(stream, group, ordered, STEP_TIMEOUT):
+                self._require_open()
+                raise TransferError(f"step: copies for requests {list(candidates)} did not end within {STEP_TIMEOUT:.0f} s")
+        ready: list[int] = []
+        with self.locked() as ledger:
+            for request_id, indices in candidates.items():
+                found = ledger.sequences.get(request_id)
+                # While we waited a copy may have failed, or another thread may have ended the sequence: then it is left out.
+                if found is not None and not found.must_report and not found.must_preempt and _indices(found) == indices:
+                    ledger.deliver(found)
+                    ready.append(request_id)
+                    self._stepping[request_id] = self._stepping.get(request_id, 0) + 1
+        try:
+            yield ready
+        finally:
+            self.transfers.order_after_engine(stream)
+            self._leave_step(ready)
+
+    # -- inside ----------------------------------------------------------------------------------------------------------
+
+    def _ready_now(self, request_id: int) -> int | None:
+        """Valid tokens when everything has arrived, None while something is pending."""
+        while True:
+            self._submit()
+            with self.locked() as ledger:
+                sequence = ledger.sequence(request_id)
+                indices = _indices(sequence)
+                if not self._has_arrived(indices):
+                    return None
+                self._drain()  # what ended between the first drain and now
+                if sequence.must_preempt:
+                    raise CapacityError(f"request {request_id}: a block that could not be read cannot be replaced, no primary block is "
+                                        "free; remove this sequence and admit it again", 1, 0, [request_id])
+                if _indices(sequence) == indices:
+                    ledger.deliver(sequence)
+                    return sequence.computed
+
+    def _leave_step(self, ids: Sequence[int]) -> None:
+        """These ids have left a step; those that were removed meanwhile end now."""
+        if self._closed:
+            return
+        with self.locked() as ledger:
+            for request_id in ids:
+                self._stepping[request_id] -= 1
+                if self._stepping[request_id] == 0:
+                    del self._stepping[request_id]
+                    store = self._ended_in_step.pop(request_id, None)
+                    if store is not None:
+                        ledger.remove_sequence(request_id, store)
+
+    def _has_arrived(self, indices: Indices) -> bool:
+        return (self._all_issued and all(self.transfers.wait(group, row, 0.0) for group, row in enumerate(indices))
+                and not self._waits_for_files(indices))
+
+    def _waits_for_files(self, indices: Indices) -> bool:
+        return any(self.transfers.pending_files(group, row) for group, row in enumerate(indices))
+
+    def _check_layer(self, layer: int | None) -> None:
+        if layer is not None:
+            self.layout.place_of_layer(layer)
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
+
+
+def _indices(sequence: ActiveSequence) -> Indices:
+    return [[block.index for beam in range(len(row.other_beams) + 1) for block in row.beam(beam) if block.id >= 0]
+            for row in sequence.rows]
