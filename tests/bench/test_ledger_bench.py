@@ -18,7 +18,6 @@ from kvtier.bench.ledger_plan import LedgerPlan
 from kvtier.bench.ledger_rig import Side, Workload
 from kvtier.bench.report import Report
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.tiering.ledger.capacity import PrefixReuse
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.ledger import Ledger
 
@@ -86,7 +85,8 @@ def test_a_match_that_finds_too_little_makes_the_rows_invalid_and_the_exit_code_
 
     def short(ledger, request):
         found = genuine(ledger, request)
-        return PrefixReuse(found.reusable_blocks - 1, 0, found.tokens_by_level, None)
+        found.reusable_blocks -= 1
+        return found
 
     monkeypatch.setattr(ledger_workloads.capacity, "match", short)
     code, written = measure(tmp_path)
