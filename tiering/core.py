@@ -219,6 +219,7 @@ class TierCore:
     # -- inside ---------------------------------------------------------------------------------------------------------
 
     def _check_group(self, group: int) -> None:
+        """Raise RequestError unless the layout has a group of this number."""
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(self.layout.groups):
             last = len(self.layout.groups) - 1
             raise RequestError(f"group={group!r}: this layout has " + (f"groups 0..{last}" if last else "one group, numbered 0"))
