@@ -213,18 +213,16 @@ class GroupEngine:
             slots = pages.slots(row)
             if pages.group.kind == "cross":
                 encoded = sequence.encoded()
-                places = range(len(encoded))
                 if sequence.is_encoded:
-                    self._check(pages, slots, encoded, places, places, where)
+                    self._check(pages, slots, encoded, range(len(encoded)), where)
                 else:
-                    self._write(pages, slots, encoded, places, places)
+                    self._write(pages, slots, encoded, range(len(encoded)))
             elif pages.group.kind == "recurrent":
                 self._run_state(pages, slots, sequence, states, end, where)
             else:
                 read = self._read_positions(pages, sequence.computed)
-                self._check(pages, slots, [states[position] for position in read], read, [_place(pages, position) for position in read], where)
-                new = range(sequence.computed, end)
-                self._write(pages, slots, [states[position] for position in new], new, [_place(pages, position) for position in new])
+                self._check(pages, slots, [states[position] for position in read], read, where)
+                self._write(pages, slots, states[sequence.computed:end], range(sequence.computed, end))
 
     def _read_positions(self, pages: GroupPages, position: int) -> Sequence[int]:
         """What the token at ``position`` attends to, itself left out."""
@@ -232,36 +230,31 @@ class GroupEngine:
         first = 0 if window is None else max(position + 1 - (window - sinks), 0)
         return [*range(min(sinks, first, position)), *range(first, position)]
 
-    def _check(self, pages: GroupPages, slots: np.ndarray, states: Sequence[int], positions: Sequence[int], places: Sequence[int],
-               where: str) -> None:
-        if not len(places):
+    def _check(self, pages: GroupPages, slots: np.ndarray, states: Sequence[int], positions: Sequence[int], where: str) -> None:
+        if not positions:
             return
-        tokens_per_block = pages.group.tokens_per_block
-        blocks = slots[[place // tokens_per_block for place in places]]
+        blocks, offsets = _places(pages, slots, positions)
         if (blocks < 0).any():
             raise WrongBytes(f"{where}: no block for token {positions[int((blocks < 0).argmax())]}")
-        offsets = [place % tokens_per_block for place in places]
         for part, memory in enumerate(pages.parts):
-            salt = part  # each layer and section has its own
             found = memory[blocks, :, :, offsets].transpose(1, 2, 0, 3)
-            expected = pages.content(salt, states)
+            expected = pages.content(part, states)
             if not np.array_equal(found, expected):
                 wrong = np.flatnonzero((found != expected).any(axis=(0, 1, 3)))
                 raise WrongBytes(f"{where}, part {part}: other bytes at tokens {[positions[i] for i in wrong]}, slots {blocks.tolist()}")
-        self.checked += len(places)
+        self.checked += len(positions)
 
-    def _write(self, pages: GroupPages, slots: np.ndarray, states: Sequence[int], positions: Sequence[int], places: Sequence[int]) -> None:
-        if not len(places):
+    def _write(self, pages: GroupPages, slots: np.ndarray, states: Sequence[int], positions: Sequence[int]) -> None:
+        if not positions:
             return
-        tokens_per_block = pages.group.tokens_per_block
-        blocks = slots[[place // tokens_per_block for place in places]]
+        blocks, offsets = _places(pages, slots, positions)
         written = blocks >= 0  # what nobody will read any more has no block
-        offsets = np.array([place % tokens_per_block for place in places])
         for part, memory in enumerate(pages.parts):
             content = pages.content(part, states).transpose(2, 0, 1, 3)
             memory[blocks[written], :, :, offsets[written]] = content[written]
 
-    def _run_state(self, pages: GroupPages, slots: np.ndarray, sequence: GroupSequence, states: Sequence[int], end: int, where: str) -> None:
+    def _run_state(self, pages: GroupPages, slots: np.ndarray, sequence: GroupSequence, states: Sequence[int], end: int,
+                   where: str) -> None:
         """The state runs in the block of the last position; blocks on the way keep it as it is at their end."""
         tokens_per_block = pages.group.tokens_per_block
         running = int(slots[(sequence.num_tokens - 1) // tokens_per_block])
@@ -279,5 +272,9 @@ class GroupEngine:
         self.checked += 1 if sequence.computed else 0
 
 
-def _place(pages: GroupPages, position: int) -> int:
-    return position + (pages.group.sink_bubble if position >= pages.group.sinks else 0)
+def _places(pages: GroupPages, slots: np.ndarray, positions: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Slot, negative without a block, and place inside the block of each token."""
+    group = pages.group
+    tokens = np.asarray(positions)
+    places = tokens + np.where(tokens >= group.sinks, group.sink_bubble, 0)
+    return slots[places // group.tokens_per_block], places % group.tokens_per_block
