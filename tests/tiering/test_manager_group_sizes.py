@@ -170,5 +170,5 @@ def test_ranks_of_different_groups_are_all_told(make_cache: MakeCache) -> None:
 
 
 def test_a_function_that_gives_no_minimum_is_refused(make_cache: MakeCache) -> None:
-    with pytest.raises(ConfigError, match="allreduce_min: .* which is no minimum"):
+    with pytest.raises(ConfigError, match=r"allreduce_min: .* which is no minimum"):
         make_cache(layout=TWO_GROUPS, allreduce_min=lambda numbers: [number + 1 for number in numbers])
