@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvtier.pools.pool_index import PRIMARY, level_of
 from kvtier.tiering.ledger.admission import AdmissionPlan, has_private_tail
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
-from kvtier.tiering.ledger.keeping import apply_retention_to_row, set_retention, take_for, take_run_for
+from kvtier.tiering.ledger.keeping import apply_retention_to_row, set_retention, take_for, take_run_for, use_path_of
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
 from kvtier.tiering.ledger.state import LedgerState
 
@@ -25,7 +25,9 @@ def carry_out(state: LedgerState, plans: list[AdmissionPlan], first_order: int) 
         sequences.append(sequence)
         _claim(state, plan, sequence, takers)
     for plan, sequence in zip(plans, sequences, strict=True):
+        use_path_of(state.moves, plan.request)
         _fill(state, plan, sequence, takers)
+        state.moves.use_default_path()
         state.sequences[sequence.id] = sequence
     for allocator in state.allocators:
         allocator.end_call()

@@ -11,6 +11,7 @@ from kvtier.policies.retention import DEFAULT_PRIORITY
 from kvtier.pools.pool_index import PRIMARY
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
+from kvtier.tiering.ledger.keeping import use_path_of
 from kvtier.tiering.ledger.room import require_room
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow, check_token
 from kvtier.tiering.ledger.state import LedgerState
@@ -57,7 +58,9 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
                 _leave_windows(state, sequence)  # of the whole batch, before anybody takes a block: the room was counted so
     for sequence, appended in zip(batch, tokens, strict=True):
         if appended:
+            use_path_of(state.moves, sequence.request)
             _append(state, sequence, appended if sequence.request.beam_width == 1 else appended[:1])
+            state.moves.use_default_path()
 
 
 def _needed(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, count: int) -> int:
@@ -269,6 +272,7 @@ def rewind(state: LedgerState, request_id: int, num_tokens: int) -> None:
     sequence.keys.truncate(left)
     sequence.computed = min(sequence.computed, left)
     sequence.valid = min(sequence.valid, sequence.computed)
+    use_path_of(state.moves, sequence.request)
     for row in sequence.rows:
         geometry = state.geometries[row.group]
         if geometry.kind == CROSS:
@@ -282,6 +286,7 @@ def rewind(state: LedgerState, request_id: int, num_tokens: int) -> None:
                 holders = _num_holders(row, last, blocks[last])
                 if holders == 1 or blocks[last].ref_count > holders:  # beams may go on sharing it until one of them writes
                     make_writable(state, row, beam, last)
+    state.moves.use_default_path()
 
 
 def _is_cut(state: LedgerState, row: SequenceRow, num_tokens: int) -> bool:
