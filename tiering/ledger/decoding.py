@@ -49,7 +49,7 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
         for row in sequence.rows:
             needed[row.group] += _needed(state, sequence, row, count)
     for group, count in enumerate(needed):
-        if count > state.allocators[group].queues.free[0]:
+        if count > state.allocators[group].queues.num_free(0):
             require_room(state, needed, NOTHING_WANTED, f"one more step of requests {list(ids)}", frozenset(ids))
     if state.has_window:
         for sequence, appended in zip(batch, tokens, strict=True):

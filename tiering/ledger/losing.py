@@ -72,7 +72,7 @@ def _fall_back(state: LedgerState, sequence: ActiveSequence, group: int, positio
     exchanges = [_exchanges(state, sequence, row, left) for row in sequence.rows]
     for row in sequence.rows:
         needed = sum(1 for exchange in exchanges[row.group] if not exchange.is_optional)
-        if needed > state.allocators[row.group].queues.free[PRIMARY]:
+        if needed > state.allocators[row.group].queues.num_free(PRIMARY):
             sequence.must_preempt = True
             return
     for row in sequence.rows:
@@ -139,7 +139,7 @@ def _carry_out(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, e
     for exchange in exchanges:
         old = exchange.old
         if exchange.is_optional:
-            if allocator.queues.free[PRIMARY] <= still_needed:
+            if allocator.queues.num_free(PRIMARY) <= still_needed:
                 allocator.drop(old)
                 continue
         else:

@@ -108,7 +108,8 @@ def test_a_sequence_that_has_ended_is_unknown(run: GroupRun, verb: str) -> None:
     run.drop(ledger.sequence(2))
     calls: dict[str, Callable[[], object]] = {
         "remove": lambda: ledger.remove_sequence(2, True), "store_context": lambda: ledger.store_context(2), "pin": lambda: ledger.pin(2),
-        "store_and_pin": lambda: ledger.store_and_pin(2), "mark": lambda: ledger.mark_computed(2, 20), "rewind": lambda: ledger.rewind(2, 0),
+        "store_and_pin": lambda: ledger.store_and_pin(2), "mark": lambda: ledger.mark_computed(2, 20),
+        "rewind": lambda: ledger.rewind(2, 0),
         "reorder": lambda: ledger.reorder_beams(2, [0]), "append": lambda: ledger.append_step([1, 2], [[1], [1]]),
         "writable": lambda: ledger.make_writable(2, 0),
     }
