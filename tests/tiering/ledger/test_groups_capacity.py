@@ -52,7 +52,8 @@ def test_who_is_admitted_while_enough_is_free_to_completion_completes(data: st.D
         if data.draw(st.booleans()):
             keywords["tokens"] = (prompt + keywords["tokens"])[:5 * tokens_per_block]
         prompt = keywords["tokens"]
-        request = Request(number, max_new_tokens=data.draw(st.integers(0, 12)), beam_width=data.draw(st.sampled_from((1, 1, 2, 3))), **keywords)
+        width = data.draw(st.sampled_from((1, 1, 2, 3)))
+        request = Request(number, max_new_tokens=data.draw(st.integers(0, 12)), beam_width=width, **keywords)
         if not fits(cache, request):
             continue
         cache.add(request)
