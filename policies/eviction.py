@@ -35,7 +35,7 @@ class QueueRecord:
         self.queue = NOT_QUEUED
         self.stamp = 0
         self.priority = DEFAULT_PRIORITY
-        self.duration = 0.0     # seconds from release until the priority falls back to 35; 0.0 = for ever
+        self.duration = 0.0     # seconds from release until the priority falls back to 35; 0.0 = for ever; -t = at t, on release's clock
         self.expires_at = 0.0   # on the clock of release(); 0.0 = never
 
 
@@ -76,8 +76,11 @@ class EvictionQueues:
     def note_release(self, record: QueueRecord, now: float) -> None:
         """The moment of a release, from which LRU order and duration count, for a record that is busy and queued only later."""
         self.note_use(record)
-        has_duration = record.duration > 0.0 and record.priority != DEFAULT_PRIORITY
-        record.expires_at = now + record.duration if has_duration else 0.0
+        duration = record.duration
+        if duration == 0.0 or record.priority == DEFAULT_PRIORITY:
+            record.expires_at = 0.0
+        else:
+            record.expires_at = now + duration if duration > 0.0 else -duration
 
     def note_use(self, record: QueueRecord) -> None:
         """Most recently used from now on, without a release: what is left of its duration stays."""

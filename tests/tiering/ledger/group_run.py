@@ -11,8 +11,11 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
+
 from kvtier.errors import CapacityError, KVTierError
 from kvtier.pools.pool_index import NUM_LEVELS, NVME, PRIMARY, level_of, slot_of
+from kvtier.tiering.ledger import ledger as ledger_module
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import Created, Removed, Stored, Updated
 from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupSpec
@@ -24,6 +27,7 @@ from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
 
+interpreted = pytest.mark.skipif(not str(ledger_module.__file__).endswith(".py"), reason="compiled, types are checked by mypyc")
 GARBAGE = -1
 UNWRITTEN = -2
 
