@@ -146,8 +146,8 @@ class Ledger(LedgerState):
         self.check_group(group)
         row = self.sequence(request_id).rows[group]
         if not 0 <= position < len(row.blocks) or row.blocks[position].id < 0:
-            raise RequestError(f"request {request_id}: group {group} has no block at position {position}; it has {len(row.blocks)} positions, "
-                               "some of them perhaps out of the window or without a kept state")
+            raise RequestError(f"request {request_id}: group {group} has no block at position {position}; it has {len(row.blocks)} "
+                               "positions, some of them perhaps out of the window or without a kept state")
         if row.blocks[position].ref_count > 1:
             needed = [0] * len(self.groups)
             needed[group] = 1
