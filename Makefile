@@ -10,7 +10,7 @@ READY := $(VENV)/.installed
 COMPILED := build/compiled
 PURE_TESTS := $(wildcard tests/policies tests/tiering/ledger tests/cases)
 
-.PHONY: venv demo test types lint compiled test-compiled test-gpu wheel clean
+.PHONY: venv demo test types lint compiled test-compiled bench-ledger test-gpu wheel clean
 
 venv: $(READY)
 
@@ -39,6 +39,11 @@ compiled: $(READY)
 test-compiled: compiled
 	PYTHONPATH=$(COMPILED) $(BIN)/python scripts/check_compiled.py $(COMPILED)
 	PYTHONPATH=$(COMPILED) $(BIN)/python -m pytest $(or $(PURE_TESTS),$(error no tests of the pure rooms)) $(ARGS)
+
+# The ledger's figures, compiled. vLLM is measured beside where LEDGER_PYTHON's environment has it (same Python version as .venv's).
+LEDGER_PYTHON ?= $(BIN)/python
+bench-ledger: compiled
+	PYTHONPATH=$(COMPILED) $(LEDGER_PYTHON) -m kvtier.cli bench ledger $(ARGS)
 
 # For a machine with a GPU that has torch, triton and cupy already; installs nothing, so it takes the system's Python.
 test-gpu:

@@ -107,7 +107,11 @@ class Interleaved:
 
     def speed_ratio(self, name: str, other: str) -> float:
         """How many times as fast ``name`` is as ``other``: the median of the ratios within each round."""
-        return statistics.median(theirs / ours for ours, theirs in zip(self._seconds[name], self._seconds[other], strict=True))
+        return self.speed_ratios(name, other).median
+
+    def speed_ratios(self, name: str, other: str) -> Spread:
+        """The same with the range that the rounds gave."""
+        return Spread.of([theirs / ours for ours, theirs in zip(self._seconds[name], self._seconds[other], strict=True)])
 
 
 def interleave(alternatives: Sequence[Alternative], rounds: int, *, warm_up: int = 1, seconds: float = float("inf"),

@@ -1,7 +1,7 @@
 """Eviction queues: which slot of a level is given up next (design: taking a slot of a level).
 
 Every unreferenced handle of a group stands in exactly one intrusive, doubly linked list: per level one list of empty handles,
-one of backings, and one per priority (0..100) of cached content, least recently used first. The order of taking is: an empty
+two of backings, and one per priority (0..100) of cached content, least recently used first. The order of taking is: an empty
 handle, then a backing, then the front of the lowest non-empty priority. Source of the scheme: the priority-LRU eviction policy
 of TensorRT-LLM's KV cache manager; empties first and backings are ours.
 """
@@ -17,17 +17,34 @@ from kvtier.policies.retention import DEFAULT_PRIORITY
 
 NUM_PRIORITIES: Final = 101
 EMPTY: Final = 101          # list of empty handles, behind the lists of priorities 0..100
-BACKING: Final = 102        # list of backings
-LISTS_PER_LEVEL: Final = 103
+BACKING: Final = 102        # list of backings that are given up before content
+KEPT_BACKING: Final = 103   # list of backings that are given up only together with what they back
+LISTS_PER_LEVEL: Final = 104
 NOT_QUEUED: Final = -1
+
+
+class RecordExtra:
+    """What few records have, kept apart so that the others need not pay for it: how long a priority lasts."""
+
+    __slots__ = ("duration", "expires_at")
+
+    def __init__(self) -> None:
+        self.duration = 0.0
+        self.expires_at = 0.0
 
 
 class QueueRecord:
     """What a queue keeps in each handle. ``Block`` extends it.
 
-    ``queue`` remembers the list the record was inserted in (level and priority), so that it is unlinked from there even after
-    its level or priority changed. ``stamp`` orders records by their last release.
+    Attributes:
+        previous, next: neighbours in its list; stale while it is in none.
+        queue: the list the record was inserted in (level and priority), so that it is unlinked from there even after its level
+            or priority changed.
+        stamp: orders records by their last release.
+        extra: its rarely used part, if it has any.
     """
+
+    __slots__ = ("extra", "next", "previous", "priority", "queue", "stamp")
 
     def __init__(self) -> None:
         self.previous: QueueRecord = self
@@ -35,19 +52,78 @@ class QueueRecord:
         self.queue = NOT_QUEUED
         self.stamp = 0
         self.priority = DEFAULT_PRIORITY
-        self.duration = 0.0     # seconds from release until the priority falls back to 35; 0.0 = for ever; -t = at t, on release's clock
-        self.expires_at = 0.0   # on the clock of release(); 0.0 = never
+        self.extra: RecordExtra | None = None
+
+    @property
+    def duration(self) -> float:
+        """Seconds from release until the priority falls back to 35; 0.0 = for ever; -t = until t, on the clock of release()."""
+        extra = self.extra
+        return 0.0 if extra is None else extra.duration
+
+    @duration.setter
+    def duration(self, seconds: float) -> None:
+        if seconds != 0.0 or self.extra is not None:
+            self.own_extra().duration = seconds
+            self.tidy_extra()
+
+    @property
+    def expires_at(self) -> float:
+        """On the clock of release(); 0.0 = never."""
+        extra = self.extra
+        return 0.0 if extra is None else extra.expires_at
+
+    @expires_at.setter
+    def expires_at(self, moment: float) -> None:
+        if moment != 0.0 or self.extra is not None:
+            self.own_extra().expires_at = moment
+            self.tidy_extra()
+
+    def own_extra(self) -> RecordExtra:
+        """The rarely used part, made when there is none."""
+        if self.extra is None:
+            self.extra = RecordExtra()
+        return self.extra
+
+    def tidy_extra(self) -> None:
+        """Let go of the rarely used part when it says nothing."""
+        extra = self.extra
+        if extra is not None and extra.duration == 0.0 and extra.expires_at == 0.0:
+            self.extra = None
+
+
+class LevelQueues:
+    """Counters of one level. ``occupied``: ascending priorities that hold content."""
+
+    __slots__ = ("evictable", "free", "occupied")
+
+    def __init__(self) -> None:
+        self.free = 0
+        self.evictable = 0
+        self.occupied: list[int] = []
+
+
+class ListHead(QueueRecord):
+    """Both ends of one list: ``next`` is its front, ``previous`` its back. ``queue`` is its own number."""
+
+    __slots__ = ("kind", "length", "level")
+
+    def __init__(self, level: LevelQueues, kind: int, queue: int) -> None:
+        super().__init__()
+        self.level = level
+        self.kind = kind
+        self.queue = queue
+        self.length = 0
 
 
 class EvictionQueues:
     """The queues of one group over all its levels. Each operation is O(1) except expiry (a heap) and ``restore_content``."""
 
     def __init__(self, num_levels: int) -> None:
-        self.heads: list[QueueRecord] = [QueueRecord() for _ in range(num_levels * LISTS_PER_LEVEL)]
-        self.lengths: list[int] = [0] * (num_levels * LISTS_PER_LEVEL)
-        self.occupied: list[list[int]] = [[] for _ in range(num_levels)]  # ascending priorities that hold content
-        self.free: list[int] = [0] * num_levels
-        self.evictable: list[int] = [0] * num_levels
+        self.levels: list[LevelQueues] = [LevelQueues() for _ in range(num_levels)]
+        self.heads: list[ListHead] = []
+        for level in self.levels:
+            for kind in range(LISTS_PER_LEVEL):
+                self.heads.append(ListHead(level, kind, len(self.heads)))
         self.next_stamp = 1
         self.expiries: list[tuple[float, int, QueueRecord]] = []
 
@@ -55,18 +131,23 @@ class EvictionQueues:
 
     def add_empty_first(self, record: QueueRecord, level: int) -> None:
         """A handle given back without content: taken before every other one."""
-        queue = level * LISTS_PER_LEVEL + EMPTY
-        self._insert_after(self.heads[queue], record, queue, level)
+        head = self.heads[level * LISTS_PER_LEVEL + EMPTY]
+        _insert_after(head, record, head)
 
     def add_empty_last(self, record: QueueRecord, level: int) -> None:
         """A handle never used, or the spare of a promotion: taken after the other empty ones."""
-        queue = level * LISTS_PER_LEVEL + EMPTY
-        self._insert_after(self.heads[queue].previous, record, queue, level)
+        head = self.heads[level * LISTS_PER_LEVEL + EMPTY]
+        _insert_after(head.previous, record, head)
 
     def add_backing(self, record: QueueRecord, level: int) -> None:
         """A spare that holds the lower copy of a promoted block."""
-        queue = level * LISTS_PER_LEVEL + BACKING
-        self._insert_after(self.heads[queue].previous, record, queue, level)
+        head = self.heads[level * LISTS_PER_LEVEL + BACKING]
+        _insert_after(head.previous, record, head)
+
+    def add_kept_backing(self, record: QueueRecord, level: int) -> None:
+        """A lower copy that nobody may take from what it backs."""
+        head = self.heads[level * LISTS_PER_LEVEL + KEPT_BACKING]
+        _insert_after(head.previous, record, head)
 
     def add_content(self, record: QueueRecord, level: int, now: float) -> None:
         """Cached content, just released: to the back of its priority. Its duration, if any, starts now."""
@@ -76,11 +157,12 @@ class EvictionQueues:
     def note_release(self, record: QueueRecord, now: float) -> None:
         """The moment of a release, from which LRU order and duration count, for a record that is busy and queued only later."""
         self.note_use(record)
-        duration = record.duration
-        if duration == 0.0 or record.priority == DEFAULT_PRIORITY:
-            record.expires_at = 0.0
-        else:
-            record.expires_at = now + duration if duration > 0.0 else -duration
+        extra = record.extra
+        if extra is not None:
+            if extra.duration == 0.0 or record.priority == DEFAULT_PRIORITY:
+                extra.expires_at = 0.0
+            else:
+                extra.expires_at = now + extra.duration if extra.duration > 0.0 else -extra.duration
 
     def note_use(self, record: QueueRecord) -> None:
         """Most recently used from now on, without a release: what is left of its duration stays."""
@@ -92,53 +174,77 @@ class EvictionQueues:
 
         Looked for from both ends: what was just released belongs at the back, what was written ahead near the front.
         """
-        queue = level * LISTS_PER_LEVEL + record.priority
-        head = self.heads[queue]
+        head = self.heads[level * LISTS_PER_LEVEL + record.priority]
+        stamp = record.stamp
         colder = head.previous
-        warmer = head.next
-        while colder is not head and colder.stamp > record.stamp:
-            if warmer is head or warmer.stamp > record.stamp:
-                colder = warmer.previous
-                break
+        if colder is not head and colder.stamp > stamp:
             colder = colder.previous
-            warmer = warmer.next
-        if record.expires_at > 0.0:
-            self._await_expiry(record)
-        self._insert_after(colder, record, queue, level)
+            warmer = head.next
+            while colder is not head and colder.stamp > stamp:
+                if warmer is head or warmer.stamp > stamp:
+                    colder = warmer.previous
+                    break
+                colder = colder.previous
+                warmer = warmer.next
+        extra = record.extra
+        if extra is not None and extra.expires_at > 0.0:
+            self._await_expiry(record, extra.expires_at)
+        _insert_after(colder, record, head)
 
     # -- leaving a queue -------------------------------------------------------------------------------------------------
 
     def claim(self, record: QueueRecord) -> None:
         """Take the record out of the queue it was inserted in. Harmless on a record that is in none."""
         queue = record.queue
-        if queue == NOT_QUEUED:
-            return
-        record.previous.next = record.next
-        record.next.previous = record.previous
-        record.previous = record
-        record.next = record
-        record.queue = NOT_QUEUED
-        level = queue // LISTS_PER_LEVEL
-        self.lengths[queue] -= 1
-        self.free[level] -= 1
-        kind = queue - level * LISTS_PER_LEVEL
-        if kind < NUM_PRIORITIES:
-            self.evictable[level] -= 1
-            if self.lengths[queue] == 0:
-                priorities = self.occupied[level]
-                del priorities[bisect_left(priorities, kind)]
+        if queue != NOT_QUEUED:
+            record.queue = NOT_QUEUED
+            self.unlink(record, record, queue, 1)
+
+    def unlink(self, coldest: QueueRecord, warmest: QueueRecord, queue: int, count: int) -> None:
+        """Take a run of ``count`` neighbours out of their list at once. The caller marks each of them as NOT_QUEUED."""
+        before = coldest.previous
+        after = warmest.next
+        before.next = after
+        after.previous = before
+        head = self.heads[queue]
+        level = head.level
+        level.free -= count
+        head.length -= count
+        if head.kind < NUM_PRIORITIES:
+            level.evictable -= count
+            if head.length == 0:
+                del level.occupied[bisect_left(level.occupied, head.kind)]
+
+    def appended(self, warmest: QueueRecord, queue: int, count: int) -> None:
+        """Close a run of ``count`` records of content that the caller has linked to the back of this list, and marked and stamped."""
+        head = self.heads[queue]
+        warmest.next = head
+        head.previous = warmest
+        level = head.level
+        if head.length == 0:
+            insort(level.occupied, head.kind)
+        level.free += count
+        level.evictable += count
+        head.length += count
+
+    def front_list(self, level: int) -> ListHead | None:
+        """The list whose front would be taken next at this level. None when nothing can be taken."""
+        base = level * LISTS_PER_LEVEL
+        head = self.heads[base + EMPTY]
+        if head.length > 0:
+            return head
+        head = self.heads[base + BACKING]
+        if head.length > 0:
+            return head
+        occupied = head.level.occupied
+        if occupied:
+            return self.heads[base + occupied[0]]
+        return None
 
     def front(self, level: int) -> QueueRecord | None:
-        """The handle that would be taken next at this level; it stays queued. None when the level has no free handle."""
-        base = level * LISTS_PER_LEVEL
-        if self.lengths[base + EMPTY] > 0:
-            return self.heads[base + EMPTY].next
-        if self.lengths[base + BACKING] > 0:
-            return self.heads[base + BACKING].next
-        priorities = self.occupied[level]
-        if priorities:
-            return self.heads[base + priorities[0]].next
-        return None
+        """The handle that would be taken next at this level; it stays queued. None when nothing can be taken."""
+        head = self.front_list(level)
+        return None if head is None else head.next
 
     def refresh(self, now: float) -> list[tuple[QueueRecord, int]]:
         """Expire: content whose duration has passed falls to priority 35, at the back. Returns what fell, and from where."""
@@ -160,10 +266,28 @@ class EvictionQueues:
 
     # -- looking ---------------------------------------------------------------------------------------------------------
 
+    def num_free(self, level: int) -> int:
+        """Handles queued at a level, whatever they hold."""
+        return self.levels[level].free
+
+    @property
+    def free(self) -> list[int]:
+        """:meth:`num_free` of each level."""
+        return [level.free for level in self.levels]
+
+    @property
+    def evictable(self) -> list[int]:
+        """Handles queued that hold content, by level."""
+        return [level.evictable for level in self.levels]
+
+    def backing_count(self, level: int) -> int:
+        base = level * LISTS_PER_LEVEL
+        return self.heads[base + BACKING].length + self.heads[base + KEPT_BACKING].length
+
     def coldest(self, level: int, min_priority: int, limit: int) -> list[QueueRecord]:
         """Up to ``limit`` records of content of at least ``min_priority``, in the order in which they would be given up."""
         found: list[QueueRecord] = []
-        for priority in self.occupied[level]:
+        for priority in self.levels[level].occupied:
             if priority < min_priority:
                 continue
             head = self.heads[level * LISTS_PER_LEVEL + priority]
@@ -175,26 +299,10 @@ class EvictionQueues:
                 record = record.next
         return found
 
-    def backings(self, level: int, limit: int) -> list[QueueRecord]:
-        """Up to ``limit`` backings, in the order in which they would be given up."""
-        found: list[QueueRecord] = []
-        head = self.heads[level * LISTS_PER_LEVEL + BACKING]
-        record = head.next
-        while record is not head and len(found) < limit:
-            found.append(record)
-            record = record.next
-        return found
-
-    def empty_count(self, level: int) -> int:
-        return self.lengths[level * LISTS_PER_LEVEL + EMPTY]
-
-    def backing_count(self, level: int) -> int:
-        return self.lengths[level * LISTS_PER_LEVEL + BACKING]
-
     def members(self, level: int) -> list[QueueRecord]:
-        """Every record queued at a level, in the order of taking. For checks and tools: O(n)."""
+        """Every record queued at a level, in the order of taking, kept backings last. For checks and tools: O(n)."""
         found: list[QueueRecord] = []
-        for kind in (EMPTY, BACKING, *self.occupied[level]):
+        for kind in (EMPTY, BACKING, *self.levels[level].occupied, KEPT_BACKING):
             head = self.heads[level * LISTS_PER_LEVEL + kind]
             record = head.next
             while record is not head:
@@ -202,33 +310,36 @@ class EvictionQueues:
                 record = record.next
         return found
 
-    def _await_expiry(self, record: QueueRecord) -> None:
+    def _await_expiry(self, record: QueueRecord, moment: float) -> None:
         """Entries that no longer count stay in the heap until their time or, where they are the most, until they are swept."""
-        if len(self.expiries) > 2 * sum(self.evictable) + 64:
+        if len(self.expiries) > 2 * sum([level.evictable for level in self.levels]) + 64:
             self.expiries = [entry for entry in self.expiries if _is_awaited(entry)]
             heapq.heapify(self.expiries)
-        heapq.heappush(self.expiries, (record.expires_at, record.stamp, record))
+        heapq.heappush(self.expiries, (moment, record.stamp, record))
 
-    def _insert_after(self, place: QueueRecord, record: QueueRecord, queue: int, level: int) -> None:
-        assert record.queue == NOT_QUEUED
-        record.previous = place
-        record.next = place.next
-        place.next.previous = record
-        place.next = record
-        record.queue = queue
-        self.free[level] += 1
-        if queue - level * LISTS_PER_LEVEL < NUM_PRIORITIES:
-            if self.lengths[queue] == 0:
-                insort(self.occupied[level], record.priority)
-            self.evictable[level] += 1
-        self.lengths[queue] += 1
+
+def _insert_after(place: QueueRecord, record: QueueRecord, head: ListHead) -> None:
+    assert record.queue == NOT_QUEUED
+    after = place.next
+    record.previous = place
+    record.next = after
+    after.previous = record
+    place.next = record
+    record.queue = head.queue
+    level = head.level
+    level.free += 1
+    if head.kind < NUM_PRIORITIES:
+        if head.length == 0:
+            insort(level.occupied, head.kind)
+        level.evictable += 1
+    head.length += 1
 
 
 def _is_awaited(entry: tuple[float, int, QueueRecord]) -> bool:
     """Whether the record still is the content whose expiry was noted: neither claimed, nor released again, nor forgotten since."""
     expires_at, stamp, record = entry
     is_content = record.queue != NOT_QUEUED and record.queue % LISTS_PER_LEVEL < NUM_PRIORITIES
-    return is_content and record.expires_at == expires_at and record.stamp == stamp
+    return is_content and record.stamp == stamp and record.expires_at == expires_at
 
 
 def eviction_queues(policy: str, num_levels: int) -> EvictionQueues:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final, cast
 
 from kvtier.errors import RequestError
@@ -11,6 +13,7 @@ from kvtier.types import TransferMode
 
 DEFAULT_PRIORITY: Final = 35
 MAX_PRIORITY: Final = 100
+_start: Final = attrgetter("start")
 
 
 def check_priority(name: str, priority: object) -> None:
@@ -106,8 +109,10 @@ class RetentionConfig:
 
     def for_position(self, position: int) -> tuple[int | None, float | None]:
         """(priority, lifetime) of the prompt block whose first token is at ``position``; (None, None) outside every range."""
-        for token_range in self.ranges:
-            if token_range.start <= position and (token_range.end is None or position < token_range.end):
+        before = bisect_right(self.ranges, position, key=_start)  # the ranges that start at or before it; they are sorted
+        if before:
+            token_range = self.ranges[before - 1]
+            if token_range.end is None or position < token_range.end:
                 return cast(int, token_range.priority), token_range.lifetime
         return None, None
 

@@ -72,7 +72,7 @@ def read(core: TierCore, block_id: int, group: int) -> bytes:
         block = ledger.block(block_id, group)
         ledger.allocators[group].begin_access(block)  # so that nobody takes the slot meanwhile
         index = block.index
-        generation = ledger.allocators[group].generations[level_of(index)][slot_of(index)]
+        generation = ledger.allocators[group].generation(level_of(index), slot_of(index))
         key = ledger.allocators[group].chain_key(block.owner or block)
     try:
         if not core.transfers.wait(group, [index], ACCESS_TIMEOUT):
@@ -80,7 +80,7 @@ def read(core: TierCore, block_id: int, group: int) -> bytes:
         pools = core.pools[group]
         level, slot = level_of(index), slot_of(index)
         with core.locked() as ledger:
-            if ledger.allocators[group].generations[level][slot] != generation:
+            if ledger.allocators[group].generation(level, slot) != generation:
                 raise TransferError(f"block {block_id}: the transfer into it failed, its content is lost")
         if level == PRIMARY:
             device = pools.primary.sections[0].rows.device

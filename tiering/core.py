@@ -33,13 +33,15 @@ from kvtier.pools.sizing import FreeSpace, PoolSizes, resolve_sizes, warn_of_unr
 from kvtier.tiering import arguments
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.event_queue import EventQueue
+from kvtier.tiering.event_stream import EventStream
 from kvtier.tiering.ledger.events import Event
 from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupSpec
 from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
 from kvtier.tiering.ledger.rules import LedgerRules
-from kvtier.tiering.statistics import Stats, TierCounters, TransferTotals, collect_counters, collect_levels, since
+from kvtier.tiering.statistics import IterationStats, RequestStats, Stats, collect_request
+from kvtier.tiering.statistics_recorder import StatisticsRecorder
 from kvtier.tiering.transfer import TransferManager
 
 logger = logging.getLogger(__name__)
@@ -76,7 +78,6 @@ class TierCore:
         self._everything_let_go = False
         self._is_clearing = False  # a reset is deleting what is on NVMe
         self._events = EventQueue(config.event_buffer_max_size)
-        self._totals = TransferTotals()
         self._prefill_rate: float | None = None
         self._ledger = _ledger(layout, config, sizes, hashlib.sha256(self._namespace.encode()).digest())
         for allocator in self._ledger.allocators:
@@ -90,7 +91,8 @@ class TierCore:
             self.transfers = TransferManager(self._device, self.pools, self.store, faults=config.faults,
                                              read_threads=config.read_threads)
             undo.pop_all()
-        self._iteration_start = self._iteration_end = collect_counters(self._ledger, self._totals)
+        self._statistics = StatisticsRecorder(self._ledger, self._ledger.allocators)
+        self._totals = self._statistics.totals
 
     # -- once per step, events, statistics -------------------------------------------------------------------------------
 
@@ -100,7 +102,7 @@ class TierCore:
             # Room on NVMe is made by forgetting blocks: not for writes that a full or failing disk refuses anyway.
             ledger.refresh(self._clock(), self._takes_writes)
             self._events.put(ledger.events.flush())
-            self._iteration_start, self._iteration_end = self._iteration_end, collect_counters(ledger, self._totals)
+            self._statistics.end_iteration()
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Finish all transfers and write all unreferenced content that may go to NVMe, as far as there is room for it.
@@ -123,9 +125,14 @@ class TierCore:
             self._events.put(ledger.events.flush())
 
     def poll_events(self, timeout: float = 0.0) -> list[Event]:
-        """Flushed events, oldest first; waits up to ``timeout`` seconds for the first."""
+        """Flushed events, oldest first; waits up to ``timeout`` seconds for the first. All callers together are one reader."""
         self._require_open()
         return self._events.take(arguments.seconds("timeout", timeout))
+
+    def events(self) -> EventStream[Event]:
+        """A reader of its own: ``async for event in cache.events()``, which ends when the cache is closed. See ``EventStream``."""
+        self._require_open()
+        return self._events.stream()
 
     def report_prefill(self, tokens: int, seconds: float) -> None:
         """The engine computed ``tokens`` prompt tokens in ``seconds``: kept as a moving average, for load-or-recompute decisions."""
@@ -135,16 +142,18 @@ class TierCore:
 
     def stats(self) -> Stats:
         """Everything counted since the start, and what the levels hold now."""
-        with self.locked() as ledger:
-            primary, secondary, nvme = collect_levels(ledger)
-            return Stats(**vars(collect_counters(ledger, self._totals)), primary=primary, secondary=secondary, nvme=nvme,
-                         leases=len(ledger.leases), sequences=len(ledger.sequences), dropped_events=self._events.dropped,
-                         prefill_tokens_per_second=self._prefill_rate)
-
-    def iteration_stats(self) -> TierCounters:
-        """What was counted between the last two calls of :meth:`refresh`."""
         with self.locked():
-            return since(self._iteration_end, self._iteration_start)
+            return self._statistics.stats(self._events.dropped, self._prefill_rate)
+
+    def iteration_stats(self) -> IterationStats:
+        """What was counted between the last two calls of :meth:`refresh`, and the levels at the second one."""
+        with self.locked():
+            return self._statistics.iteration_stats()
+
+    def request_stats(self, request_id: int) -> RequestStats:
+        """What an active sequence got from the cache."""
+        with self.locked() as ledger:
+            return collect_request(ledger, ledger.sequence(request_id))
 
     def verify(self) -> None:
         """Raise LedgerError naming the first broken invariant."""
@@ -242,6 +251,7 @@ class TierCore:
                     yield self._ledger
                 finally:
                     self._queue_records()
+                    self._statistics.note_usage()
         finally:
             self._submit()  # also after an error: what was drained may have left records
 

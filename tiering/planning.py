@@ -60,7 +60,7 @@ class Planning(TierCore):
         if level not in tuple(Level):
             raise RequestError(f"level={level!r}: use Level.PRIMARY, Level.SECONDARY or Level.NVME")
         with self.locked() as ledger:
-            return ledger.allocators[group].queues.free[level]
+            return ledger.allocators[group].queues.num_free(level)
 
     def num_schedulable_blocks(self, group: int = 0) -> int:
         """Primary blocks of a group that would be free after everything removed since :meth:`start_scheduling`."""

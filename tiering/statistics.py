@@ -1,14 +1,22 @@
-"""Public statistics: what the tier holds, moved and delivered (design: stats fields)."""
+"""Public statistics: what the tier holds, moved and delivered (design: stats fields).
+
+Pictures are frozen; the ``collect_*`` functions make them under the manager's lock, from counters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvtier.pools.pool_index import NUM_LEVELS, NVME, PRIMARY
+from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.ledger import Ledger
+from kvtier.tiering.ledger.sequence import ActiveSequence
 from kvtier.types import Level
+
+Route = tuple[Level, Level]
+"""Source and destination of a Move."""
 
 
 class PerLevel(NamedTuple):
@@ -19,12 +27,17 @@ class PerLevel(NamedTuple):
     nvme: int = 0
 
 
+def hit_rate(reused: int, missed: int) -> float:
+    """Blocks found among those looked for; 0.0 where none was looked for."""
+    return reused / (reused + missed) if reused + missed else 0.0
+
+
 @dataclass(frozen=True)
 class LevelStats:
     """Blocks of one level. ``free``: unreferenced, whether empty, a backing or cached content (``evictable``).
 
-    ``busy``: neither free nor referenced, because a file operation uses the slot or because it is quarantined.
-    ``max == free + used + busy``.
+    ``used``: referenced by a sequence or a lease, which only primary blocks can be. ``busy``: neither free nor referenced,
+    because a file operation uses the slot or because it is quarantined. ``max == free + used + busy``.
     """
 
     max_blocks: int
@@ -36,52 +49,130 @@ class LevelStats:
 
 
 @dataclass(frozen=True)
-class TierCounters:
-    """What is counted since the start (or, in iteration statistics, since the last ``refresh``).
+class LevelIteration(LevelStats):
+    """A level at the end of an iteration. ``peak_used_blocks``: the most in use at the end of any call within it."""
 
-    ``onboard_*`` and ``offload_*`` by (source, destination) level; bytes are payload. Hits count when the bytes were delivered.
+    peak_used_blocks: int
+
+
+L_co = TypeVar("L_co", bound=LevelStats, covariant=True)
+
+
+@dataclass(frozen=True)
+class GroupLevels(Generic[L_co]):
+    """The three levels of one group of layers."""
+
+    group: int
+    primary: L_co
+    secondary: L_co
+    nvme: L_co
+
+
+GroupStats = GroupLevels[LevelStats]
+GroupIteration = GroupLevels[LevelIteration]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierCounters:
+    """What is counted since the start (or, in iteration statistics, between two calls of ``refresh``).
+
+    ``onboard_*`` and ``offload_*`` by (source, destination) level; ``copied_*`` within the primary level, when the front of a
+    block is reused by copying it. Bytes are payload. Hits count when the bytes were delivered. ``dropped``: blocks that lost
+    their content for want of room or of priority; ``host_dropped``: those of the secondary level, None where that is not counted.
     """
 
     hit_tokens: PerLevel
     hit_blocks: PerLevel
-    onboard_blocks: Mapping[tuple[Level, Level], int]
-    onboard_bytes: Mapping[tuple[Level, Level], int]
-    offload_blocks: Mapping[tuple[Level, Level], int]
-    offload_bytes: Mapping[tuple[Level, Level], int]
-    transfer_seconds: Mapping[tuple[Level, Level], float]
+    onboard_blocks: Mapping[Route, int]
+    onboard_bytes: Mapping[Route, int]
+    offload_blocks: Mapping[Route, int]
+    offload_bytes: Mapping[Route, int]
+    copied_blocks: int
+    copied_bytes: int
+    transfer_seconds: Mapping[Route, float]
     alloc_new: int
     alloc_total: int
     reused_full: int
     reused_partial: int
     missed: int
     dropped: int
+    host_dropped: int | None = None
     lost: int
     quarantined: int
     fallbacks: int
     checksum_failures: int
     transfer_failures: int
 
+    @property
+    def hit_rate(self) -> float:
+        """Prompt blocks reused, fully or in part, among all prompt blocks; 0.0 where there were none."""
+        return hit_rate(self.reused_full + self.reused_partial, self.missed)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Stats(TierCounters):
-    """A picture of the whole tier: the counters since the start, and what the levels hold now."""
+    """A picture of the whole tier: the counters since the start, and what the levels hold now.
+
+    ``primary``, ``secondary`` and ``nvme`` add up ``groups``. ``advice``: what to change where transfers have long been out of
+    balance, otherwise None.
+    """
 
     primary: LevelStats
     secondary: LevelStats
     nvme: LevelStats
+    groups: tuple[GroupStats, ...]
     leases: int
     sequences: int
     dropped_events: int
     prefill_tokens_per_second: float | None
+    advice: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationStats(TierCounters):
+    """What was counted between two calls of ``refresh``, and the levels at the second one.
+
+    ``primary``, ``secondary`` and ``nvme`` add up ``groups``; the peak is that of the sum.
+    """
+
+    primary: LevelIteration
+    secondary: LevelIteration
+    nvme: LevelIteration
+    groups: tuple[GroupIteration, ...]
+
+
+@dataclass(frozen=True)
+class RequestStats:
+    """What one active sequence got from the cache when it was admitted, in blocks of all groups.
+
+    ``total_blocks`` and ``new_blocks`` were taken for it, new ones without content in them. Its prompt's blocks are
+    ``reused_full + reused_partial + missed``. ``hit_tokens``, by the level they were found on, are zero until the sequence is
+    ready: only what was delivered counts, which after a bad read is less than ``prepopulated_tokens``.
+    """
+
+    request_id: int
+    total_blocks: int
+    new_blocks: int
+    reused_full: int
+    reused_partial: int
+    missed: int
+    prepopulated_tokens: int
+    is_delivered: bool
+    hit_tokens: PerLevel
+
+    @property
+    def hit_rate(self) -> float:
+        """Prompt blocks reused, fully or in part, among all prompt blocks."""
+        return hit_rate(self.reused_full + self.reused_partial, self.missed)
 
 
 class TransferTotals:
     """Adds up what finished Moves carried."""
 
     def __init__(self) -> None:
-        self.blocks: dict[tuple[Level, Level], int] = {}
-        self.bytes: dict[tuple[Level, Level], int] = {}
-        self.seconds: dict[tuple[Level, Level], float] = {}
+        self.blocks: dict[Route, int] = {}
+        self.bytes: dict[Route, int] = {}
+        self.seconds: dict[Route, float] = {}
         self.checksum_failures = 0
         self.failures = 0
         self.fallbacks = 0
@@ -93,20 +184,24 @@ class TransferTotals:
         self.seconds[pair] = self.seconds.get(pair, 0.0) + seconds
 
 
-def _onboard(values: Mapping[tuple[Level, Level], int]) -> dict[tuple[Level, Level], int]:
+def _onboard(values: Mapping[Route, int]) -> dict[Route, int]:
     return {pair: value for pair, value in values.items() if pair[0] > pair[1]}
 
 
-def _offload(values: Mapping[tuple[Level, Level], int]) -> dict[tuple[Level, Level], int]:
+def _offload(values: Mapping[Route, int]) -> dict[Route, int]:
     return {pair: value for pair, value in values.items() if pair[0] < pair[1]}
 
 
 def collect_counters(ledger: Ledger, totals: TransferTotals) -> TierCounters:
     """The counters now."""
     counters = ledger.counters
-    return TierCounters(PerLevel(*counters.hit_tokens), PerLevel(*counters.hit_blocks), _onboard(totals.blocks), _onboard(totals.bytes),
-                        _offload(totals.blocks), _offload(totals.bytes), dict(totals.seconds), **counters.values(),
-                        fallbacks=totals.fallbacks, checksum_failures=totals.checksum_failures, transfer_failures=totals.failures)
+    within = (Level.PRIMARY, Level.PRIMARY)
+    return TierCounters(hit_tokens=PerLevel(*counters.hit_tokens), hit_blocks=PerLevel(*counters.hit_blocks),
+                        onboard_blocks=_onboard(totals.blocks), onboard_bytes=_onboard(totals.bytes),
+                        offload_blocks=_offload(totals.blocks), offload_bytes=_offload(totals.bytes),
+                        copied_blocks=totals.blocks.get(within, 0), copied_bytes=totals.bytes.get(within, 0),
+                        transfer_seconds=dict(totals.seconds), **counters.values(), fallbacks=totals.fallbacks,
+                        checksum_failures=totals.checksum_failures, transfer_failures=totals.failures)
 
 
 def since(now: TierCounters, before: TierCounters) -> TierCounters:
@@ -119,21 +214,54 @@ def since(now: TierCounters, before: TierCounters) -> TierCounters:
         elif isinstance(new, Mapping):
             changed[field.name] = {pair: value - old.get(pair, 0) for pair, value in new.items()}
         else:
-            changed[field.name] = new - old
+            changed[field.name] = None if new is None else new - old
     return TierCounters(**changed)
 
 
-def collect_levels(ledger: Ledger) -> tuple[LevelStats, ...]:
-    """Blocks of each level now."""
-    allocator = ledger.allocators[0]
-    held = {block.id for sequence in ledger.sequences.values() for block in sequence.blocks}
-    held |= {block.id for lease in ledger.leases.values() for block in lease.rows[0]}
+def used_blocks(allocator: BlockAllocator) -> int:
+    """Primary blocks that sequences or leases hold."""
+    return allocator.num_blocks[PRIMARY] - allocator.queues.num_free(PRIMARY) - allocator.num_unreferenced_busy[PRIMARY]
+
+
+def collect_levels(allocator: BlockAllocator) -> tuple[LevelStats, ...]:
+    """Blocks of each level of one group now."""
+    queues = allocator.queues
     found: list[LevelStats] = []
     for level in range(NUM_LEVELS):
         total = allocator.num_blocks[level]
-        used = len(held) if level == PRIMARY else 0  # what somebody holds is primary
-        free = allocator.queues.free[level]
-        found.append(LevelStats(total, free, used, total - free - used, allocator.queues.evictable[level],
-                                allocator.queues.backing_count(level)))
+        used = used_blocks(allocator) if level == PRIMARY else 0  # what somebody holds is primary
+        free = queues.num_free(level)
+        found.append(LevelStats(total, free, used, total - free - used, queues.evictable[level], queues.backing_count(level)))
     assert found[NVME].busy_blocks >= len(allocator.quarantined)
     return tuple(found)
+
+
+def collect_groups(allocators: Sequence[BlockAllocator]) -> tuple[GroupStats, ...]:
+    """Blocks of each level of each group now."""
+    return tuple([GroupLevels(group, *collect_levels(allocator)) for group, allocator in enumerate(allocators)])
+
+
+def total_levels(groups: Sequence[GroupStats]) -> tuple[LevelStats, LevelStats, LevelStats]:
+    """The three levels, added up over groups."""
+    return (_total([group.primary for group in groups]), _total([group.secondary for group in groups]),
+            _total([group.nvme for group in groups]))
+
+
+def _total(levels: Sequence[LevelStats]) -> LevelStats:
+    if len(levels) == 1:
+        return levels[0]
+    return LevelStats(*[sum([getattr(level, field.name) for level in levels]) for field in fields(LevelStats)])
+
+
+def collect_request(ledger: Ledger, sequence: ActiveSequence) -> RequestStats:
+    """What one sequence got."""
+    tokens_per_block = ledger.tokens_per_block
+    partial = len(ledger.prefix_groups) if sequence.prepopulated % tokens_per_block else 0  # a prefix has one block in each group
+    hits = [0] * NUM_LEVELS
+    if sequence.delivered:
+        left = sequence.valid
+        for level in sequence.origin_levels:
+            hits[level] += max(min(left, tokens_per_block), 0)
+            left -= tokens_per_block
+    return RequestStats(sequence.id, sequence.total_blocks, sequence.new_blocks, sequence.reused_blocks - partial, partial,
+                        sequence.missed_blocks, sequence.prepopulated, sequence.delivered, PerLevel(*hits))

@@ -6,6 +6,7 @@ can cause ends in one line on stderr, never a traceback.
 
 from __future__ import annotations
 
+import enum
 import json as json_format
 import os
 import signal
@@ -108,6 +109,22 @@ def bench_nvme(directory: Annotated[str | None, typer.Option(metavar="DIR", help
     """Block reads and writes beside raw direct I/O of the same size, bytes verified."""
     from kvtier.bench.nvme import run_nvme
     raise typer.Exit(run_nvme(directory=_folder(directory, "--directory"), json_file=json, quick=quick))
+
+
+class Peer(enum.StrEnum):
+    """Whose bookkeeping is measured beside ours."""
+
+    VLLM = "vllm"
+    NONE = "none"
+
+
+@bench.command("ledger")
+def bench_ledger(json: JsonFile = None, quick: Quick = False,
+                 peer: Annotated[Peer | None, typer.Option(help="Whose bookkeeping is measured beside; vLLM's where it is installed.",
+                                                           show_default=False)] = None) -> None:
+    """The bookkeeping alone: match, insert, evict, decode, turns, host tier, growth."""
+    from kvtier.bench.ledger import run_ledger
+    raise typer.Exit(run_ledger(json_file=json, quick=quick, peer=None if peer is None else peer.value))
 
 
 def main() -> NoReturn:

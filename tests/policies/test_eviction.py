@@ -146,7 +146,7 @@ def test_a_forgotten_block_s_duration_does_not_turn_its_empty_handle_into_conten
     levels.queues.claim(levels.records[number])
     levels.queues.add_empty_first(levels.records[number], PRIMARY)
     assert levels.queues.refresh(2.0) == []
-    assert levels.queues.empty_count(PRIMARY) == 1
+    assert levels.queues.free[PRIMARY] - levels.queues.evictable[PRIMARY] == 1
     assert levels.front() == number
 
 
@@ -203,9 +203,9 @@ def test_a_record_is_unlinked_from_the_list_it_was_inserted_in_though_its_priori
     levels.release(number, priority=80)
     levels.records[number].priority = 5
     levels.queues.claim(levels.records[number])
-    assert levels.queues.occupied[PRIMARY] == [DEFAULT_PRIORITY]
+    assert levels.queues.coldest(PRIMARY, DEFAULT_PRIORITY + 1, 1) == []
     assert levels.queues.evictable[PRIMARY] == 7
-    assert levels.queues.lengths.count(7) == 1
+    assert len(levels.queues.members(PRIMARY)) == 7
 
 
 def test_queueing_a_queued_record_is_a_bug_that_is_noticed(levels: Level8And4) -> None:
@@ -227,16 +227,65 @@ def test_the_coldest_content_is_listed_in_the_order_in_which_it_would_be_given_u
     assert levels.queues.coldest(PRIMARY, 81, 100) == []
 
 
-def test_backings_are_listed_oldest_first() -> None:
+def test_backings_are_given_up_oldest_first() -> None:
     queues = EvictionQueues(1)
     records = [QueueRecord() for _ in range(3)]
     for record in records:
         queues.add_backing(record, 0)
-    assert queues.backings(0, 10) == records
-    assert queues.backings(0, 2) == records[:2]
+    assert queues.members(0) == records
+    assert queues.front(0) is records[0]
     assert queues.backing_count(0) == 3
     assert queues.free == [3]
     assert queues.evictable == [0]
+
+
+def test_a_kept_backing_is_free_and_counted_and_never_taken() -> None:
+    queues = EvictionQueues(1)
+    kept, content = QueueRecord(), QueueRecord()
+    queues.add_kept_backing(kept, 0)
+    assert queues.front(0) is None
+    queues.add_content(content, 0, 0.0)
+    assert queues.front(0) is content
+    assert queues.members(0) == [content, kept]
+    assert (queues.free, queues.evictable, queues.backing_count(0)) == ([2], [1], 1)
+    queues.claim(kept)
+    assert (queues.free, queues.backing_count(0)) == ([1], 0)
+
+
+def test_a_run_of_neighbours_leaves_its_list_at_once_and_another_joins_it() -> None:
+    queues = EvictionQueues(1)
+    records = [QueueRecord() for _ in range(6)]
+    for record in records:
+        queues.add_content(record, 0, 0.0)
+    run = records[1:4]
+    for record in run:
+        record.queue = NOT_QUEUED
+    queues.unlink(run[0], run[-1], DEFAULT_PRIORITY, 3)
+    assert queues.members(0) == [records[0], *records[4:]]
+    assert (queues.free, queues.evictable) == ([3], [3])
+    for left in queues.members(0):
+        queues.claim(left)
+    assert queues.front(0) is None
+    last = queues.heads[DEFAULT_PRIORITY].previous
+    for record in run:
+        record.queue, record.previous = DEFAULT_PRIORITY, last
+        last.next = last = record
+    queues.appended(last, DEFAULT_PRIORITY, 3)
+    assert queues.members(0) == run
+    assert (queues.free, queues.evictable) == ([3], [3])
+
+
+def test_what_few_records_have_is_kept_only_while_they_have_it() -> None:
+    record = QueueRecord()
+    record.duration = 0.0
+    assert record.extra is None
+    record.duration = 2.0
+    record.expires_at = 3.0
+    assert (record.duration, record.expires_at) == (2.0, 3.0)
+    record.duration = 0.0
+    assert (record.duration, record.expires_at) == (0.0, 3.0)
+    record.expires_at = 0.0
+    assert record.extra is None
 
 
 @pytest.mark.parametrize("policy", ["default", "lru"])
@@ -331,7 +380,6 @@ def test_any_sequence_of_operations_gives_the_order_of_a_naive_model(steps: list
         assert queues.front(0) is (records[order[0]] if order else None)
         assert queues.free == [len(order)]
         assert queues.evictable == [len(naive.content)]
-        assert queues.empty_count(0) == len(naive.empty)
         assert queues.backing_count(0) == len(naive.backing)
         assert [records[n].priority for n in naive.content] == [naive.priority[n] for n in naive.content]
 

@@ -99,3 +99,11 @@ def test_any_row_of_ranges_maps_every_position_as_a_table_does(lengths: list[int
             table.update(dict.fromkeys(range(start, 200 if last_open else end), number))
         start = end
     assert RetentionConfig(ranges[::-1]).for_position(position)[0] == table.get(position)
+
+
+def test_among_many_ranges_a_position_finds_the_one_it_lies_in() -> None:
+    ranges = [TokenRange(10 * number, 10 * number + 5, number) for number in range(50)]
+    config = RetentionConfig(list(reversed(ranges)))
+    for position in range(520):
+        expected = [item.priority for item in ranges if item.start <= position < (item.end or 0)]
+        assert config.for_position(position) == ((expected[0], None) if expected else (None, None))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
 import pytest
 from toy_engine import MakeCache, ToyEngine, tokens_of
 
-from kvtier import KVCacheManager, KVTierError, Level, Request, RetentionConfig, TokenRange
+from kvtier import ConfigError, KVCacheManager, KVTierError, Level, Request, RetentionConfig, TokenRange
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
+from kvtier.tiering.event_stream import EventStream
 from kvtier.tiering.ledger.events import Created, Event, Removed, Stored, Updated
 
 pytestmark = pytest.mark.usefixtures("no_failed_callbacks")
@@ -171,6 +173,30 @@ def test_a_poll_ends_when_the_cache_is_closed(make_cache: MakeCache) -> None:
     assert polled == [[]]
     with pytest.raises(KVTierError, match="closed"):
         cache.poll_events(timeout=20)
+
+
+async def test_events_can_be_awaited_by_several_readers(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    polled = events(cache)
+    engine = ToyEngine(cache)
+
+    async def follow(stream: EventStream[Event]) -> list[Event]:
+        return [event async for event in stream]
+
+    readers = [asyncio.create_task(follow(cache.events())) for _ in range(2)]
+    await asyncio.sleep(0)
+    for number in range(3):
+        await asyncio.to_thread(engine.serve, Request(number, tokens_of(number, 9)))
+    polled += cache.poll_events()
+    await asyncio.to_thread(cache.close)
+    first, second = await asyncio.wait_for(asyncio.gather(*readers), 10)
+    assert first == second == polled[1:], "all but what had been read before they came"
+    assert [type(event.data) for event in first] == [Stored] * 3
+
+
+def test_a_cache_without_a_buffer_has_no_readers(make_cache: MakeCache) -> None:
+    with pytest.raises(ConfigError, match="event_buffer_max_size=0"):
+        make_cache(event_buffer_max_size=0).events()
 
 
 def test_without_a_buffer_there_are_no_events(make_cache: MakeCache) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvtier.pools.pool_index import PRIMARY, level_of
 from kvtier.tiering.ledger.admission import AdmissionPlan, has_private_tail
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
-from kvtier.tiering.ledger.keeping import apply_retention, set_retention, take_for, take_run_for
+from kvtier.tiering.ledger.keeping import apply_retention_to_row, set_retention, take_for, take_run_for
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
 from kvtier.tiering.ledger.state import LedgerState
 
@@ -37,14 +37,14 @@ def _claim(state: LedgerState, plan: AdmissionPlan, sequence: ActiveSequence, ta
     levels = [PRIMARY] * plan.num_matched
     for group, row in enumerate(plan.rows):
         allocator = state.allocators[group]
+        allocator.hold_many(row)
+        apply_retention_to_row(allocator, plan.request, row)
         for position, block in enumerate(row):
             if block.id < 0:
                 continue
             level = level_of(block.index)
             if level > levels[position]:  # a position counts for the slowest level that it comes from
                 levels[position] = level
-            allocator.hold(block)
-            apply_retention(allocator, plan.request, position, block)
     if plan.partial:
         level = PRIMARY
         for group, block in enumerate(plan.partial):

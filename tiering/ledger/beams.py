@@ -35,9 +35,7 @@ def reorder_beams(state: LedgerState, request_id: int, parents: Sequence[int]) -
                 if block.id >= 0:
                     block.ref_count += 1
         for blocks in old:  # only now: what is kept must not be free in between
-            for block in reversed(blocks):
-                if block.id >= 0:
-                    state.allocators[row.group].release(block)
+            state.allocators[row.group].release_many(blocks)
         row.blocks[:] = new[0]
         row.other_beams = new[1:]
         if row.departed_ids:

@@ -2,24 +2,47 @@
 
 ``id`` never changes; ``index`` says where the bytes are. Offloading and onboarding exchange the ``index`` of two handles and
 touch nothing else, so sequences, tree and counts keep pointing at the same handle.
+
+There are as many handles as there are slots on all levels, millions with a large NVMe level. What few of them have at a time
+therefore lies in an object of its own (``BlockExtra``), and plain Python gets slots.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from kvtier.policies.eviction import QueueRecord
-from kvtier.pools.pool_index import PoolIndex
+from kvtier.policies.eviction import QueueRecord, RecordExtra
+from kvtier.pools.pool_index import NVME, PoolIndex, level_of
 from kvtier.types import BlockId
 
 if TYPE_CHECKING:
     from kvtier.tiering.ledger.tree import Node
 
 
+class BlockExtra(RecordExtra):
+    """The rarely used part of a block. Spares that hold lower copies of the block point at it too.
+
+    Attributes:
+        content: the block that this is about.
+        secondary, nvme: spares that hold lower copies of its content.
+        warm_key: see :class:`Block`.
+    """
+
+    __slots__ = ("content", "nvme", "secondary", "warm_key")
+
+    def __init__(self, content: Block) -> None:
+        super().__init__()
+        self.content = content
+        self.secondary: Block | None = None
+        self.nvme: Block | None = None
+        self.warm_key = b""
+
+
 class Block(QueueRecord):
     """One handle of one group.
 
     Attributes:
+        generation: how often the slot that it has was given to a writer; it belongs to the slot and is exchanged with ``index``.
         ref_count: sequences and leases that hold it.
         node, position: its place in the reuse tree, if it has one.
         num_tokens: tokens of content while it is in the tree; 0 otherwise.
@@ -28,21 +51,89 @@ class Block(QueueRecord):
         owner: for a spare that is a backing, the block whose content it holds.
     """
 
+    __slots__ = ("generation", "id", "index", "node", "num_tokens", "position", "ref_count")
+
     def __init__(self, block_id: BlockId, index: PoolIndex) -> None:
         super().__init__()
         self.id = block_id
         self.index = index
+        self.generation = 0
         self.ref_count = 0
-        self.scheduling_ref_count = 0
         self.node: Node | None = None
         self.position = 0
         self.num_tokens = 0
-        self.warm_key = b""
-        self.secondary_backing: Block | None = None
-        self.nvme_backing: Block | None = None
-        self.owner: Block | None = None
 
     @property
     def has_content(self) -> bool:
         """Somebody may still match it: it is in the tree, or waits on NVMe to be adopted."""
         return self.node is not None or self.warm_key != b""
+
+    @property
+    def owner(self) -> Block | None:
+        extra = self.extra
+        if extra is None:
+            return None
+        content = cast(BlockExtra, extra).content
+        return None if content is self else content
+
+    @property
+    def secondary_backing(self) -> Block | None:
+        extra = self.extra
+        if extra is None:
+            return None
+        own = cast(BlockExtra, extra)
+        return own.secondary if own.content is self else None
+
+    @property
+    def nvme_backing(self) -> Block | None:
+        extra = self.extra
+        if extra is None:
+            return None
+        own = cast(BlockExtra, extra)
+        return own.nvme if own.content is self else None
+
+    @property
+    def warm_key(self) -> bytes:
+        extra = self.extra
+        if extra is None:
+            return b""
+        own = cast(BlockExtra, extra)
+        return own.warm_key if own.content is self else b""
+
+    @warm_key.setter
+    def warm_key(self, key: bytes) -> None:
+        if key or self.extra is not None:
+            self.own_extra().warm_key = key
+            self.tidy_extra()
+
+    def add_backing(self, spare: Block) -> None:
+        """From now on ``spare`` holds a lower copy of this block. It has the lower slot already."""
+        extra = self.own_extra()
+        if level_of(spare.index) == NVME:
+            extra.nvme = spare
+        else:
+            extra.secondary = spare
+        spare.extra = extra
+
+    def leave_owner(self) -> None:
+        """The copy that this spare holds is nobody's any more."""
+        extra = cast(BlockExtra, self.extra)
+        assert extra.content is not self
+        if extra.secondary is self:
+            extra.secondary = None
+        else:
+            extra.nvme = None
+        self.extra = None
+        extra.content.tidy_extra()
+
+    def own_extra(self) -> BlockExtra:
+        if self.extra is None:
+            self.extra = BlockExtra(self)
+        extra = cast(BlockExtra, self.extra)
+        assert extra.content is self  # a spare has nothing of its own
+        return extra
+
+    def tidy_extra(self) -> None:
+        extra = cast("BlockExtra | None", self.extra)
+        if extra is not None and extra.secondary is None and extra.nvme is None and extra.warm_key == b"":
+            super().tidy_extra()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvtier.pools.pool_index import NUM_LEVELS, PRIMARY, level_of
 from kvtier.tiering.ledger.admission import may_reuse, most_reusable, num_new_blocks
 from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.decoding import num_tail_copies
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
 from kvtier.tiering.ledger.key import BlockKey, Namespace, TokenKeys, multimodal_keys
 from kvtier.tiering.ledger.prefix import usable_rows, walked_values
@@ -154,12 +155,13 @@ def needed_blocks_one_step(state: LedgerState, request: Request | ActiveSequence
     asked = request.request
     left = max(asked.max_new_tokens - (request.num_tokens - asked.num_tokens), 0)
     added = min((2 if two_steps else 1) * (asked.num_draft_tokens + 1), left)
-    if geometry.kind == CROSS:
+    if geometry.kind == CROSS or added == 0:
         return 0
     positions = geometry.num_blocks(request.num_tokens + added) - geometry.num_blocks(request.num_tokens)
+    copies = num_tail_copies(state, request, group)
     if geometry.kind == RECURRENT:  # the running state moves on; only a state that is kept on the way takes a block
-        return min(positions, 1) * asked.beam_width
-    return positions * asked.beam_width
+        return max(min(positions, 2 if two_steps else 1) * asked.beam_width, copies)
+    return positions * asked.beam_width + copies
 
 
 def remaining_blocks_to_completion(state: LedgerState, request: Request | ActiveSequence, group: int = 0) -> int:

@@ -49,7 +49,7 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
         for row in sequence.rows:
             needed[row.group] += _needed(state, sequence, row, count)
     for group, count in enumerate(needed):
-        if count > state.allocators[group].queues.free[0]:
+        if count > state.allocators[group].queues.num_free(0):
             require_room(state, needed, NOTHING_WANTED, f"one more step of requests {list(ids)}", frozenset(ids))
     if state.has_window:
         for sequence, appended in zip(batch, tokens, strict=True):
@@ -85,6 +85,15 @@ def _needed(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, coun
                 if blocks[position].ref_count == 1 and not allocator.is_busy(blocks[position]):
                     needed -= 1
     return needed
+
+
+def num_tail_copies(state: LedgerState, sequence: ActiveSequence, group: int) -> int:
+    """Blocks of a group that the next token takes because what it is written into is shared: by beams, or with a lease."""
+    row = sequence.rows[group]
+    kind = state.geometries[group].kind
+    if kind == CROSS or (kind != RECURRENT and not _has_open_tail(state, row, sequence.num_tokens)):
+        return 0
+    return _num_tail_copies(row)
 
 
 def _num_tail_copies(row: SequenceRow) -> int:

@@ -78,6 +78,14 @@ class GroupGeometry:
             num_tokens += self.bubble
         return (num_tokens + self.tokens_per_block - 1) // self.tokens_per_block
 
+    def num_full_blocks(self, num_tokens: int) -> int:
+        """Positions that the first ``num_tokens`` tokens fill to the end; sinks fill their last one with the bubble."""
+        return (num_tokens + self.bubble) // self.tokens_per_block if num_tokens >= self.sinks else num_tokens // self.tokens_per_block
+
+    def first_token(self, position: int) -> int:
+        """The first token of a block, or that would be; of a bubble's block the first sink in it."""
+        return position * self.tokens_per_block - (self.bubble if position >= self.num_sink_blocks else 0)
+
     def num_departed(self, num_tokens: int) -> int:
         """Positions behind the sinks that the newest of ``num_tokens`` tokens, and all after it, no longer read."""
         if self.kind != WINDOW:

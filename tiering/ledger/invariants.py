@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtier.errors import LedgerError
-from kvtier.policies.eviction import BACKING, EMPTY, LISTS_PER_LEVEL, NOT_QUEUED, NUM_PRIORITIES
+from kvtier.policies.eviction import BACKING, EMPTY, KEPT_BACKING, LISTS_PER_LEVEL, NOT_QUEUED, NUM_PRIORITIES
 from kvtier.pools.pool_index import LEVEL_NAMES, NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block
@@ -91,12 +91,14 @@ def _check_handle(allocator: BlockAllocator, block: Block) -> None:
     should_be_queued = block.ref_count == 0 and not allocator.is_busy(block) and not is_quarantined
     if (block.queue != NOT_QUEUED) != should_be_queued:
         _fail(f"a handle is queued exactly when nothing references it and it is not busy; block {block.id} "
-              f"(ref_count {block.ref_count}, busy {allocator.busy[level][slot]}) {'is' if block.queue != NOT_QUEUED else 'is not'} queued")
+              f"(ref_count {block.ref_count}, busy {allocator.is_busy(block)}) {'is' if block.queue != NOT_QUEUED else 'is not'} queued")
     if block.queue != NOT_QUEUED:
         if block.queue // LISTS_PER_LEVEL != level:
             _fail(f"block {block.id} is on the {LEVEL_NAMES[level]} level and queued on another")
         kind = block.queue % LISTS_PER_LEVEL
-        expected = BACKING if block.owner is not None else block.priority if block.has_content else EMPTY
+        expected = block.priority if block.has_content else EMPTY
+        if block.owner is not None:  # NVMe copies of secondary blocks are not given up
+            expected = KEPT_BACKING if level == NVME and level_of(block.owner.index) == SECONDARY else BACKING
         if kind != expected:
             _fail(f"block {block.id} is in list {kind}, belongs in {expected}")
     if block.owner is not None:
@@ -126,14 +128,14 @@ def _check_counters(allocator: BlockAllocator) -> None:
     queues = allocator.queues
     for level in range(NUM_LEVELS):
         members = queues.members(level)
-        if len(members) != queues.free[level]:
-            _fail(f"{LEVEL_NAMES[level]}: {len(members)} handles queued, counter says {queues.free[level]}")
-        lengths = [queues.lengths[level * LISTS_PER_LEVEL + priority] for priority in range(NUM_PRIORITIES)]
+        if len(members) != queues.num_free(level):
+            _fail(f"{LEVEL_NAMES[level]}: {len(members)} handles queued, counter says {queues.num_free(level)}")
+        lengths = [queues.heads[level * LISTS_PER_LEVEL + priority].length for priority in range(NUM_PRIORITIES)]
         if sum(lengths) != queues.evictable[level]:
             _fail(f"{LEVEL_NAMES[level]}: {sum(lengths)} evictable, counter says {queues.evictable[level]}")
-        if [priority for priority, length in enumerate(lengths) if length] != queues.occupied[level]:
-            _fail(f"{LEVEL_NAMES[level]}: priorities with content are {queues.occupied[level]}")
-        busy = sum(1 for count in allocator.busy[level] if count)
+        if [priority for priority, length in enumerate(lengths) if length] != queues.levels[level].occupied:
+            _fail(f"{LEVEL_NAMES[level]}: priorities with content are {queues.levels[level].occupied}")
+        busy = sum(1 for index in allocator.busy if level_of(index) == level)
         if busy != allocator.num_busy[level]:
             _fail(f"{LEVEL_NAMES[level]}: {busy} busy slots, counter says {allocator.num_busy[level]}")
         used = quarantined = unreferenced_busy = 0
@@ -144,8 +146,11 @@ def _check_counters(allocator: BlockAllocator) -> None:
                 unreferenced_busy += 1
             elif level == NVME and slot_of(holder.index) in allocator.quarantined:
                 quarantined += 1
-        if queues.free[level] + used + unreferenced_busy + quarantined != allocator.num_blocks[level]:
-            _fail(f"{LEVEL_NAMES[level]}: free {queues.free[level]} + used {used} + busy {unreferenced_busy + quarantined} = "
+        if unreferenced_busy != allocator.num_unreferenced_busy[level]:
+            _fail(f"{LEVEL_NAMES[level]}: {unreferenced_busy} busy slots of unreferenced handles, counter says "
+                  f"{allocator.num_unreferenced_busy[level]}")
+        if queues.num_free(level) + used + unreferenced_busy + quarantined != allocator.num_blocks[level]:
+            _fail(f"{LEVEL_NAMES[level]}: free {queues.num_free(level)} + used {used} + busy {unreferenced_busy + quarantined} = "
                   f"total {allocator.num_blocks[level]}")
 
 

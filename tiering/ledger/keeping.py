@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from kvtier.policies.retention import DEFAULT_PRIORITY
-from kvtier.tiering.ledger.allocator import ALREADY_EXPIRED, BlockAllocator
+from typing import Final
+
+from kvtier.policies.retention import DEFAULT_PRIORITY, RetentionConfig
+from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.file_level import ALREADY_EXPIRED
 from kvtier.tiering.ledger.request import Request
+
+FAR_AWAY: Final = 1 << 62  # behind the end of every prompt
 
 
 def take_for(allocator: BlockAllocator, request: Request, position: int, priority: int = DEFAULT_PRIORITY, duration: float = 0.0) -> Block:
@@ -18,7 +23,30 @@ def take_for(allocator: BlockAllocator, request: Request, position: int, priorit
 
 def take_run_for(allocator: BlockAllocator, request: Request, first: int, end: int) -> list[Block]:
     """Referenced primary blocks for the prompt blocks ``first`` to ``end - 1``, with the request's retention."""
-    return [take_for(allocator, request, position) for position in range(first, end)]
+    retention = request.retention
+    if retention is None:
+        return allocator.take_many(end - first, DEFAULT_PRIORITY, 0.0) if end > first else []
+    taken: list[Block] = []
+    position = first
+    while position < end:
+        until = min(_end_of_run(retention, position, allocator.tokens_per_block), end)
+        priority, lifetime = retention.for_position(position * allocator.tokens_per_block)
+        duration = duration_of(allocator, lifetime)
+        taken.extend(allocator.take_many(until - position, DEFAULT_PRIORITY if priority is None else priority, duration))
+        position = until
+    return taken
+
+
+def _end_of_run(retention: RetentionConfig, position: int, tokens_per_block: int) -> int:
+    """The first block behind ``position`` whose retention may be another one: a range begins or ends before its first token."""
+    start = position * tokens_per_block
+    end = FAR_AWAY
+    for token_range in retention.ranges:
+        if token_range.start > start:
+            end = min(end, token_range.start)
+        elif token_range.end is not None and token_range.end > start:
+            end = min(end, token_range.end)
+    return (end + tokens_per_block - 1) // tokens_per_block
 
 
 def set_retention(allocator: BlockAllocator, request: Request, position: int, block: Block, priority: int, duration: float) -> None:
@@ -46,6 +74,19 @@ def apply_retention(allocator: BlockAllocator, request: Request, position: int, 
     block.expires_at = 0.0
 
 
+def apply_retention_to_row(allocator: BlockAllocator, request: Request, row: list[Block]) -> None:
+    """:func:`apply_retention` for the handles that a request matched in one group, from its first block on."""
+    if request.retention is not None:
+        for position, block in enumerate(row):
+            if block.id >= 0:
+                apply_retention(allocator, request, position, block)
+        return
+    for block in row:
+        if block.extra is not None:  # otherwise it has no duration
+            block.duration = min(block.duration, 0.0)
+            block.expires_at = 0.0
+
+
 def duration_of(allocator: BlockAllocator, lifetime: float | None) -> float:
     """A range's lifetime as queues count it: wall-clock moments (negative) on the clock of releases, where 0.0 means for ever."""
     if lifetime is None:
@@ -56,6 +97,5 @@ def duration_of(allocator: BlockAllocator, lifetime: float | None) -> float:
 def change_priority(allocator: BlockAllocator, block: Block, priority: int) -> None:
     """Set a block's priority and tell subscribers; the caller re-queues it if it is in a queue."""
     if block.priority != priority:
-        if allocator.events.enabled and block.node is not None:
-            allocator.events.priority_changed(allocator.group, block.node.run, block.position, block.priority, priority)
+        allocator.publish_priority(block, block.priority, priority)
         block.priority = priority

@@ -103,7 +103,7 @@ class Ledger(LedgerState):
     def _require_room_for(self, planner: BatchPlanner, batch_ids: set[int]) -> None:
         is_plenty = True
         for group, allocator in enumerate(self.allocators):
-            if planner.most_primary(group) > allocator.queues.free[PRIMARY]:
+            if planner.most_primary(group) > allocator.queues.num_free(PRIMARY):
                 is_plenty = False
         if is_plenty:
             return
@@ -147,7 +147,7 @@ class Ledger(LedgerState):
         row = self.sequence(request_id).rows[group]
         if not 0 <= position < len(row.blocks) or row.blocks[position].id < 0:
             raise RequestError(f"request {request_id}: group {group} has no block at position {position}; it has {len(row.blocks)} "
-                               "positions, some of them perhaps out of the window or without a kept state")
+                               "positions, some perhaps out of the window or without a kept state")
         if row.blocks[position].ref_count > 1:
             needed = [0] * len(self.groups)
             needed[group] = 1
@@ -174,9 +174,7 @@ class Ledger(LedgerState):
         for row in sequence.rows:
             allocator = self.allocators[row.group]
             for beam in range(len(row.other_beams), -1, -1):
-                for block in reversed(row.beam(beam)):  # so that the tail is given up before the head
-                    if block.id >= 0:
-                        allocator.release(block)
+                allocator.release_many(row.beam(beam))
         return last
 
     def _store(self, sequence: ActiveSequence, with_partial: bool) -> None:
@@ -205,8 +203,7 @@ class Ledger(LedgerState):
         lease = Lease(self._next_lease, request_id, rows)
         self._next_lease += 1
         for group, blocks in enumerate(rows):
-            for block in blocks:
-                self.allocators[group].hold(block)
+            self.allocators[group].hold_many(blocks)
         self.leases[lease.lease_id] = lease
         return lease
 
@@ -215,8 +212,7 @@ class Ledger(LedgerState):
         if self.leases.pop(lease.lease_id, None) is None:
             raise RequestError(f"lease {lease.lease_id} of request {lease.request_id}: released already")
         for group, blocks in enumerate(lease.rows):
-            for block in reversed(blocks):
-                self.allocators[group].release(block)
+            self.allocators[group].release_many(blocks)
 
     # -- single blocks ---------------------------------------------------------------------------------------------------
 
@@ -301,7 +297,11 @@ class Ledger(LedgerState):
 
         ``source_is_bad``: a failed read condemns the NVMe slot. False where the file was good and the way from there failed.
         """
-        lost = self.allocators[move.group].finish(move, failed, source_is_bad)
+        allocator = self.allocators[move.group]
+        if not failed:
+            allocator.finished(move)
+            return
+        lost = allocator.failed(move) if source_is_bad else allocator.failed_source_is_good(move)
         if lost is not None:
             self.counters.lost += 1
             lose(self, move.group, lost)

@@ -10,6 +10,23 @@ from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
 from kvtier.tiering.ledger.state import LedgerState
 
 
+class Exchange:
+    """A position of a row that gets another block, because the engine will write there again.
+
+    Attributes:
+        beams: who holds the old block at this position; they share the new one.
+        is_optional: only the tree holds the old block too. It may leave the tree instead, when there are too few blocks.
+        keeps_start: the old block's first tokens are still good; they are copied.
+    """
+
+    def __init__(self, position: int, old: Block, beams: list[int], is_optional: bool, keeps_start: bool) -> None:
+        self.position = position
+        self.old = old
+        self.beams = beams
+        self.is_optional = is_optional
+        self.keeps_start = keeps_start
+
+
 def lose(state: LedgerState, group: int, block: Block) -> None:
     """The block's bytes never arrived: out of the tree, and every sequence that holds it goes back to the tokens before it."""
     allocator = state.allocators[group]
@@ -18,10 +35,9 @@ def lose(state: LedgerState, group: int, block: Block) -> None:
         state.tree.detach(block, group)
     allocator.drop_backings(block)
     for sequence in state.sequences.values():
-        row = sequence.rows[group]
-        position = _position_of(row, block)
+        position = _position_of(sequence.rows[group], block)
         if position >= 0:
-            _fall_back(state, sequence, position, state.geometries[group].kind == RECURRENT and position == len(row.blocks) - 1)
+            _fall_back(state, sequence, group, position, block)
     allocator.end_call()
     if block.ref_count == 0 and not allocator.is_busy(block):
         allocator.queues.claim(block)
@@ -36,49 +52,122 @@ def _position_of(row: SequenceRow, block: Block) -> int:
     return -1
 
 
-def _fall_back(state: LedgerState, sequence: ActiveSequence, lost: int, is_running_state: bool) -> None:
-    """Back to the longest prefix that every group still has. What was reused behind it is exchanged for private blocks, in every
-    group: the engine will compute it again. A running state starts again as a copy of the one kept at the end of that prefix."""
-    left = lost
-    if is_running_state:
-        left = min(left, (sequence.computed - 1) // state.tokens_per_block)  # not where it was: a copy that fails is not tried for ever
-    if state.has_recurrent or sequence.computed > lost * state.tokens_per_block:
-        left = min(left, sequence.computed // state.tokens_per_block) if state.has_recurrent else left
-        while left > 0 and not _has_prefix(state, sequence, left):
-            left -= 1
-    left = max(left, 0)
-    sequence.computed = min(sequence.computed, left * state.tokens_per_block)
-    sequence.valid = min(sequence.valid, sequence.computed)
+def _fall_back(state: LedgerState, sequence: ActiveSequence, group: int, position: int, lost: Block) -> None:
+    """Back to the longest prefix that every group still has. The engine computes what is behind it again, so that there everything
+    reused, stored or held by others is exchanged for private blocks. A running state starts again as a copy of the one kept at the
+    end of that prefix."""
     sequence.must_report = True
-    end = max(sequence.num_prefix_blocks, lost + 1)
-    exchanges: list[list[Exchange]] = []
+    geometry = state.geometries[group]
+    left = geometry.first_token(position)
+    if geometry.kind == RECURRENT and position == len(sequence.rows[group].blocks) - 1:
+        left = sequence.computed - 1  # not where it was: a copy that fails is not tried for ever
+    if left >= sequence.computed or sequence.must_preempt:
+        return  # of what was computed, nothing is lost
+    while left > 0 and not _has_prefix(state, sequence, left, lost):
+        left = (left - 1) // state.tokens_per_block * state.tokens_per_block
+    left = max(left, 0)
+    sequence.computed = left
+    sequence.valid = min(sequence.valid, left)
+    sequence.num_prefix_blocks = min(sequence.num_prefix_blocks, left // state.tokens_per_block)
+    exchanges = [_exchanges(state, sequence, row, left) for row in sequence.rows]
     for row in sequence.rows:
-        exchanges.append(_exchanges(state, sequence, row, left, end))
-        if not _is_room(state, row, exchanges[-1]):
+        needed = sum(1 for exchange in exchanges[row.group] if not exchange.is_optional)
+        if needed > state.allocators[row.group].queues.num_free(PRIMARY):
             sequence.must_preempt = True
             return
     for row in sequence.rows:
-        _make_private(state, sequence, row, left, exchanges[row.group])
-    if left > 0:
-        for row in sequence.rows:
-            if state.geometries[row.group].kind == RECURRENT:
-                _start_from_kept(state, row, left - 1)
-    sequence.num_prefix_blocks = min(sequence.num_prefix_blocks, left)
+        _carry_out(state, sequence, row, exchanges[row.group])
+        kind = state.geometries[row.group].kind
+        if kind == WINDOW and left == 0:
+            row.departed_ids = []
+        elif kind == RECURRENT:
+            _forget_states(row, left // state.tokens_per_block, state)
+            if left > 0:
+                _start_from_kept(state, row, left // state.tokens_per_block - 1)
 
 
-def _has_prefix(state: LedgerState, sequence: ActiveSequence, num_blocks: int) -> bool:
-    """Whether the sequence holds what the token behind its first blocks reads, in every group."""
+def _has_prefix(state: LedgerState, sequence: ActiveSequence, num_tokens: int, lost: Block) -> bool:
+    """Whether the sequence holds what the token behind its first ``num_tokens`` ones reads, in every group."""
     for row in sequence.rows:
         geometry = state.geometries[row.group]
         if geometry.kind == RECURRENT:
-            if num_blocks == len(row.blocks) or row.blocks[num_blocks - 1].id < 0:
+            position = num_tokens // state.tokens_per_block - 1
+            if num_tokens % state.tokens_per_block or position >= len(row.blocks) - 1:
                 return False
-        elif geometry.kind == WINDOW:
-            first = geometry.num_sink_blocks + geometry.num_departed(num_blocks * state.tokens_per_block)
-            for position in range(min(first, num_blocks), num_blocks):
-                if row.blocks[position].id < 0:
-                    return False
+            if row.blocks[position].id < 0 or row.blocks[position] is lost:
+                return False
+        elif geometry.kind == WINDOW and row.num_departed > geometry.num_departed(num_tokens + 1):
+            return False
     return True
+
+
+def _exchanges(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, num_tokens: int) -> list[Exchange]:
+    """Where the row needs another block before the tokens behind its first ``num_tokens`` ones are written again."""
+    geometry = state.geometries[row.group]
+    found: list[Exchange] = []
+    if geometry.kind == CROSS or not row.blocks:
+        return found
+    first = geometry.num_blocks(num_tokens)
+    if geometry.kind == RECURRENT:
+        first = len(row.blocks) - 1  # only the running state; see _forget_states
+    elif geometry.first_token(first) > num_tokens:
+        first -= 1  # the first of them goes into the middle of a block
+    num_beams = len(row.other_beams) + 1
+    prompt_end = geometry.num_full_blocks(sequence.request.num_tokens)
+    for position in range(first, len(row.blocks)):
+        seen: list[Block] = []
+        for beam in range(num_beams):
+            block = row.beam(beam)[position]
+            if block.id < 0 and position >= prompt_end:
+                found.append(Exchange(position, block, [beam], False, False))  # beams have parted there
+                continue
+            if block in seen:
+                continue
+            seen.append(block)
+            beams = [other for other in range(beam, num_beams) if row.beam(other)[position] is block]
+            if block.id < 0:
+                found.append(Exchange(position, block, beams, False, False))
+            elif block.ref_count > len(beams) or block.node is not None:
+                keeps_start = geometry.kind != RECURRENT and geometry.first_token(position) < num_tokens
+                found.append(Exchange(position, block, beams, block.ref_count == len(beams), keeps_start))
+    return found
+
+
+def _carry_out(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, exchanges: list[Exchange]) -> None:
+    allocator = state.allocators[row.group]
+    still_needed = sum(1 for exchange in exchanges if not exchange.is_optional)
+    for exchange in exchanges:
+        old = exchange.old
+        if exchange.is_optional:
+            if allocator.queues.num_free(PRIMARY) <= still_needed:
+                allocator.drop(old)
+                continue
+        else:
+            still_needed -= 1
+        new = take_for(allocator, sequence.request, exchange.position)
+        new.ref_count = len(exchange.beams)
+        if exchange.keeps_start:
+            allocator.copy(old, new, 0)
+        for beam in exchange.beams:
+            row.beam(beam)[exchange.position] = new
+            if old.id >= 0:
+                allocator.release(old)
+
+
+def _forget_states(row: SequenceRow, first: int, state: LedgerState) -> None:
+    """States kept at the ends of blocks from ``first`` on that others count on stay theirs; the sequence keeps no second ones."""
+    allocator = state.allocators[row.group]
+    num_beams = len(row.other_beams) + 1
+    for position in range(first, len(row.blocks) - 1):
+        block = row.blocks[position]
+        holders = sum(1 for beam in range(num_beams) if row.beam(beam)[position] is block)
+        if block.id < 0 or (block.node is None and block.ref_count == holders):
+            continue
+        for beam in range(num_beams):
+            kept = row.beam(beam)[position]
+            if kept.id >= 0:
+                row.beam(beam)[position] = allocator.placeholder
+                allocator.release(kept)
 
 
 def _start_from_kept(state: LedgerState, row: SequenceRow, position: int) -> None:
@@ -89,78 +178,3 @@ def _start_from_kept(state: LedgerState, row: SequenceRow, position: int) -> Non
         if blocks[-1].id not in copied:
             copied.add(blocks[-1].id)
             state.allocators[row.group].copy(blocks[position], blocks[-1], 0)
-
-
-class Exchange:
-    """A handle to be exchanged at one position by the beams ``holders``: for a private block, or for a placeholder where the group
-    needs none there."""
-
-    def __init__(self, position: int, block: Block, holders: list[int], needs_block: bool) -> None:
-        self.position = position
-        self.block = block
-        self.holders = holders
-        self.needs_block = needs_block
-
-
-def _exchanges(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, first: int, end: int) -> list[Exchange]:
-    """Positions from ``first`` on that hold reused or lost content, or nothing any more. Beams that share a handle go on sharing."""
-    found: list[Exchange] = []
-    geometry = state.geometries[row.group]
-    if geometry.kind == CROSS:
-        return found
-    num_beams = len(row.other_beams) + 1
-    for position in range(first, len(row.blocks)):
-        is_prompt = (position + 1) * state.tokens_per_block <= sequence.request.num_tokens
-        needs_block = geometry.kind != RECURRENT or position == len(row.blocks) - 1 or (
-            state.reuse and geometry.keeps_state(position, sequence.request.num_tokens) and (is_prompt or num_beams == 1))
-        by_handle: list[Exchange] = []
-        for beam in range(num_beams):
-            block = row.beam(beam)[position]
-            known = None
-            for exchange in by_handle:
-                if exchange.block is block and (block.id >= 0 or is_prompt):  # beams differ in what they generated
-                    known = exchange
-            if known is None:
-                by_handle.append(Exchange(position, block, [beam], needs_block))
-            else:
-                known.holders.append(beam)
-        for exchange in by_handle:
-            block = exchange.block
-            if block.id < 0:
-                if needs_block:
-                    found.append(exchange)
-            elif position < end and (block.node is not None or block.ref_count > len(exchange.holders)):
-                found.append(exchange)
-    return found
-
-
-def _is_room(state: LedgerState, row: SequenceRow, exchanges: list[Exchange]) -> bool:
-    """Whether every exchange finds a free block, those given back by the ones before included."""
-    allocator = state.allocators[row.group]
-    free = allocator.queues.free[PRIMARY]
-    for exchange in exchanges:
-        block = exchange.block
-        if exchange.needs_block:
-            if free == 0:
-                return False
-            free -= 1
-        if block.id >= 0 and block.ref_count == len(exchange.holders) and not allocator.is_busy(block):
-            free += 1
-    return True
-
-
-def _make_private(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, first: int, exchanges: list[Exchange]) -> None:
-    """Carry the exchanges out, and forget that what has a block again had left the window."""
-    allocator = state.allocators[row.group]
-    for ids in row.departed_ids:
-        del ids[max(first - state.geometries[row.group].num_sink_blocks, 0):]
-    for exchange in exchanges:
-        block = exchange.block
-        replacement = allocator.placeholder
-        if exchange.needs_block:
-            replacement = take_for(allocator, sequence.request, exchange.position)
-            replacement.ref_count = len(exchange.holders)
-        for beam in exchange.holders:
-            row.beam(beam)[exchange.position] = replacement
-            if block.id >= 0:
-                allocator.release(block)

@@ -6,11 +6,13 @@ when the Move was planned, so that a failure that comes late never touches a slo
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvtier.pools.pool_index import NVME, PoolIndex, level_of
 
 
 class Move:
-    """Copy one block of one group from one slot to another. Immutable by convention; compared by number.
+    """Copy one block of one group from one slot to another. Nothing changes it; two with the same number are the same.
 
     Attributes:
         number: position in the order of all Moves, ascending from 0.
@@ -30,19 +32,19 @@ class Move:
     def __init__(self, number: int, group: int, block_id: int, source: PoolIndex, source_generation: int,
                  destination: PoolIndex, destination_generation: int, num_tokens: int = 0, key: bytes = b"",
                  priority: int = 35, expiry: float = 0.0, mode: str = "dram", directory: str = "") -> None:
-        self.number = number
-        self.group = group
-        self.block_id = block_id
-        self.source = source
-        self.source_generation = source_generation
-        self.destination = destination
-        self.destination_generation = destination_generation
-        self.num_tokens = num_tokens
-        self.key = key
-        self.priority = priority
-        self.expiry = expiry
-        self.mode = mode
-        self.directory = directory
+        self.number: Final = number
+        self.group: Final = group
+        self.block_id: Final = block_id
+        self.source: Final = source
+        self.source_generation: Final = source_generation
+        self.destination: Final = destination
+        self.destination_generation: Final = destination_generation
+        self.num_tokens: Final = num_tokens
+        self.key: Final = key
+        self.priority: Final = priority
+        self.expiry: Final = expiry
+        self.mode: Final = mode
+        self.directory: Final = directory
 
     @property
     def is_host_ordered(self) -> bool:
@@ -80,16 +82,22 @@ class WarmRow:
 
 
 class MoveLog:
-    """The numbered records that the ledger has decided on and nobody has fetched yet."""
+    """The numbered records that the ledger has decided on and nobody has fetched yet.
+
+    ``mode`` and ``directory``: what every Move carries that is decided now. The ledger sets them for a call on behalf of a request that
+    has chosen its own path, and back afterwards.
+    """
 
     def __init__(self) -> None:
         self.next_number = 0
+        self.mode = "dram"
+        self.directory = ""
         self._records: list[Move | Discard] = []
 
     def move(self, group: int, block_id: int, source: PoolIndex, source_generation: int, destination: PoolIndex,
              destination_generation: int, num_tokens: int, key: bytes, priority: int, expiry: float) -> None:
         self._records.append(Move(self.next_number, group, block_id, source, source_generation, destination,
-                                  destination_generation, num_tokens, key, priority, expiry))
+                                  destination_generation, num_tokens, key, priority, expiry, self.mode, self.directory))
         self.next_number += 1
 
     def discard(self, group: int, slot: int) -> None:

@@ -34,7 +34,7 @@ def require_room(state: LedgerState, needed: list[int], wanted: list[set[int]], 
     allocator = state.allocators[worst]
     total = allocator.num_blocks[PRIMARY]
     preempt = _whom_to_preempt(state, missing, wanted)
-    busy = sum(1 for block in allocator.holders[PRIMARY] if block.ref_count == 0 and allocator.is_busy(block))
+    busy = allocator.num_unreferenced_busy[PRIMARY]
     if len(state.sequences) == 1 and asking.issuperset(preempt) and not busy:
         preempt = []  # once it is admitted again it would only get this far again
     remedy = (f"pre-empt requests {preempt}" if preempt else
@@ -50,7 +50,7 @@ def free_beside(allocator: BlockAllocator, wanted: set[int]) -> int:
     """Free primary blocks beside the ``wanted`` ones."""
     blocks = allocator.blocks
     held = sum(1 for block_id in wanted if blocks[block_id].queue != NOT_QUEUED and level_of(blocks[block_id].index) == PRIMARY)
-    return allocator.queues.free[PRIMARY] - held
+    return allocator.queues.num_free(PRIMARY) - held
 
 
 def _whom_to_preempt(state: LedgerState, missing: list[int], wanted: list[set[int]]) -> list[int]:

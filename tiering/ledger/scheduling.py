@@ -48,7 +48,7 @@ class WhatIf:
 def num_schedulable_blocks(state: LedgerState, what_if: WhatIf, group: int) -> int:
     """Primary blocks that would be free after everything removed in thought."""
     state.check_group(group)
-    return state.allocators[group].queues.free[PRIMARY] + what_if.freed[group]
+    return state.allocators[group].queues.num_free(PRIMARY) + what_if.freed[group]
 
 
 def request_block_budget(state: LedgerState, sequence: ActiveSequence, group: int) -> int:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from kvtier.pools.pool_index import NUM_LEVELS, level_of, pool_index, slot_of
+from typing import Final
+
+from kvtier.pools.pool_index import NUM_LEVELS, PoolIndex, level_of, pool_index, slot_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.types import BlockId
+
+PLACEHOLDER_ID: Final = -2
+NOWHERE: Final = -1
+"""A pool index of no level and no slot."""
 
 
 class SlotTable:
@@ -13,41 +19,70 @@ class SlotTable:
     Attributes:
         blocks: handles by id; ids follow the slots of the primary, the secondary and the NVMe level.
         holders: by level and slot, the handle that has the slot now.
-        generations: how often a slot was given to a writer: a failure that comes late does not touch the slot's next owner.
-        busy: host-ordered Moves (one end is a file) and tools that use the slot.
+        placeholder: stands in a sequence where it has no block (out of the window, no snapshot). It has no slot, is in no queue, and
+            ``hold_many`` and ``release_many`` pass it over; no other verb takes it.
+        busy: by pool index, how many host-ordered Moves (one end is a file) and tools use the slot; slots in use only.
         num_busy: busy slots of each level.
+        num_unreferenced_busy: those whose handle nobody references. On the primary level, total - free - these = referenced.
     """
 
     def __init__(self, num_blocks: tuple[int, int, int]) -> None:
         self.num_blocks = num_blocks
         self.blocks: list[Block] = []
         self.holders: list[list[Block]] = [[] for _ in range(NUM_LEVELS)]
-        self.generations: list[list[int]] = [[0] * n for n in num_blocks]
-        self.busy: list[list[int]] = [[0] * n for n in num_blocks]
+        self.placeholder = Block(BlockId(PLACEHOLDER_ID), PoolIndex(NOWHERE))
+        self.busy: dict[PoolIndex, int] = {}
         self.num_busy: list[int] = [0] * NUM_LEVELS
+        self.num_unreferenced_busy: list[int] = [0] * NUM_LEVELS
         for level in range(NUM_LEVELS):
             for slot in range(num_blocks[level]):
                 block = Block(BlockId(len(self.blocks)), pool_index(level, slot))
                 self.blocks.append(block)
                 self.holders[level].append(block)
 
+    def generation(self, level: int, slot: int) -> int:
+        """How often the slot was given to a writer: a failure that comes late does not touch the slot's next owner."""
+        return self.holders[level][slot].generation
+
     def is_busy(self, block: Block) -> bool:
-        return self.busy[level_of(block.index)][slot_of(block.index)] > 0
+        busy = self.busy
+        return len(busy) > 0 and block.index in busy
 
     def _exchange(self, left: Block, right: Block) -> None:
-        left.index, right.index = right.index, left.index
+        """Each handle gets the other's slot, and with it the slot's generation."""
+        if self.busy:
+            self._count_unreferenced(left, -1)
+            self._count_unreferenced(right, -1)
+        index = left.index
+        generation = left.generation
+        left.index = right.index
+        left.generation = right.generation
+        right.index = index
+        right.generation = generation
         self.holders[level_of(left.index)][slot_of(left.index)] = left
-        self.holders[level_of(right.index)][slot_of(right.index)] = right
+        self.holders[level_of(index)][slot_of(index)] = right
+        if self.busy:
+            self._count_unreferenced(left, 1)
+            self._count_unreferenced(right, 1)
 
     def _set_busy(self, block: Block) -> None:
-        level = level_of(block.index)
-        slot = slot_of(block.index)
-        if self.busy[level][slot] == 0:
-            self.num_busy[level] += 1
-        self.busy[level][slot] += 1
+        uses = self.busy.get(block.index, 0)
+        self.busy[block.index] = uses + 1
+        if uses == 0:
+            self.num_busy[level_of(block.index)] += 1
+            self._count_unreferenced(block, 1)
 
     def _end_busy(self, level: int, slot: int) -> None:
-        self.busy[level][slot] -= 1
-        assert self.busy[level][slot] >= 0
-        if self.busy[level][slot] == 0:
-            self.num_busy[level] -= 1
+        index = pool_index(level, slot)
+        uses = self.busy[index]
+        if uses > 1:
+            self.busy[index] = uses - 1
+            return
+        self._count_unreferenced(self.holders[level][slot], -1)
+        self.num_busy[level] -= 1
+        del self.busy[index]
+
+    def _count_unreferenced(self, block: Block, change: int) -> None:
+        """Count a busy slot in or out, if nobody references its handle. Before its references or slot change, and after."""
+        if block.ref_count == 0 and block.index in self.busy:
+            self.num_unreferenced_busy[level_of(block.index)] += change

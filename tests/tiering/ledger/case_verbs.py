@@ -35,7 +35,7 @@ def ids(cache: Driver, request_id: int) -> list[int]:
 
 
 def free(cache: Driver) -> int:
-    return cache.ledger.allocators[0].queues.free[PRIMARY]
+    return cache.ledger.allocators[0].queues.num_free(PRIMARY)
 
 
 def store(cache: Driver, request_id: int) -> None:

@@ -214,7 +214,7 @@ class GroupRun:
     # -- looking
 
     def free(self, group: int = 0, level: int = PRIMARY) -> int:
-        return self.ledger.allocators[group].queues.free[level]
+        return self.ledger.allocators[group].queues.num_free(level)
 
     def ids(self, sequence: ActiveSequence, group: int = 0, beam: int = 0) -> list[int]:
         """Block ids by position, negative where the group has no block."""

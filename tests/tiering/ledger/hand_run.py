@@ -173,7 +173,7 @@ class HandRun:
         return self.ledger.counters.dropped
 
     def free(self, level: int = PRIMARY) -> int:
-        return self.ledger.allocators[0].queues.free[level]
+        return self.ledger.allocators[0].queues.num_free(level)
 
     def queued(self, level: int) -> list[Block]:
         """Handles in the order in which they would be taken."""

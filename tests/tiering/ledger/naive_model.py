@@ -10,6 +10,7 @@ from pretend_tier import Decide, PretendTier, never, place
 from kvtier.pools.pool_index import NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import Created, Event, Removed, Stored, Updated
+from kvtier.tiering.ledger.group import FULL
 from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.request import Request
@@ -215,9 +216,14 @@ class Subscriber:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.blocks: dict[bytes, tuple[int, int]] = {}  # chain key: level, priority
+        self.groups: list[dict[bytes, tuple[int, int]]] = [{} for _ in ledger.groups]  # by group, chain key: level, priority
         self.tokens: dict[bytes, tuple[int, ...]] = {}
         self.next_id = 0
+
+    @property
+    def blocks(self) -> dict[bytes, tuple[int, int]]:
+        """What it knows of the first group."""
+        return self.groups[0]
 
     def consume(self) -> list[Event]:
         events = self.ledger.events.flush()
@@ -225,50 +231,53 @@ class Subscriber:
             assert event.event_id == self.next_id, "event ids ascend by one"
             self.next_id += 1
             data = event.data
+            blocks = self.groups[event.group]
+            may_have_gaps = self.ledger.groups[event.group].kind != FULL
             if isinstance(data, Created):
-                self.blocks.clear()
+                blocks.clear()
             elif isinstance(data, Stored):
-                assert data.parent_hash is None or data.parent_hash in self.blocks, "stored behind a block that is not"
+                assert may_have_gaps or data.parent_hash is None or data.parent_hash in blocks, "stored behind a block that is not"
                 for block in data.blocks:
-                    assert block.block_hash not in self.blocks, "stored twice"
-                    self.blocks[block.block_hash] = (block.level, block.priority)
+                    assert block.block_hash not in blocks, "stored twice"
+                    blocks[block.block_hash] = (block.level, block.priority)
                     self.tokens[block.block_hash] = block.tokens
             elif isinstance(data, Removed):
                 for key in data.block_hashes:
-                    del self.blocks[key]
+                    del blocks[key]
             elif isinstance(data, Updated):
-                level, priority = self.blocks[data.block_hash]
+                level, priority = blocks[data.block_hash]
                 if data.level is not None:
                     assert data.level[0] == level != data.level[1]
                     level = data.level[1]
                 if data.priority is not None:
                     assert data.priority[0] == priority != data.priority[1]
                     priority = data.priority[1]
-                self.blocks[data.block_hash] = (level, priority)
+                blocks[data.block_hash] = (level, priority)
         return events
 
     def check(self) -> None:
         """After consuming everything the subscriber knows the tree: keys, levels, priorities."""
         self.consume()
-        actual: dict[bytes, tuple[int, int]] = {}
-        for block in self.ledger.allocators[0].blocks:
-            if block.node is not None:
-                actual[self.ledger.allocators[0].chain_key(block)] = (level_of(block.index), block.priority)
-        assert self.blocks == actual
+        for allocator, known in zip(self.ledger.allocators, self.groups, strict=True):
+            actual = {allocator.chain_key(block): (level_of(block.index), block.priority)
+                      for block in allocator.blocks if block.node is not None}
+            assert known == actual
 
 
 def snapshot(ledger: Ledger) -> object:
     """All that a refused call must leave as it was."""
-    allocator = ledger.allocators[0]
 
     def name(block: Block | None) -> int:
         return -1 if block is None else block.id
 
-    blocks = [(block.id, block.index, block.ref_count, block.queue, block.priority, block.duration, block.num_tokens, block.warm_key,
-               name(block.secondary_backing), name(block.nvme_backing), name(block.owner),
-               b"" if block.node is None else block.node.chain_key(block.position)) for block in allocator.blocks]
-    queues = [[record.id for record in allocator.queues.members(level) if isinstance(record, Block)] for level in range(NUM_LEVELS)]
-    sequences = [(sequence.id, [block.id for block in sequence.blocks], sequence.num_tokens, sequence.computed, sequence.valid)
+    blocks = [[(block.id, block.index, block.ref_count, block.queue, block.priority, block.duration, block.num_tokens, block.warm_key,
+                name(block.secondary_backing), name(block.nvme_backing), name(block.owner),
+                b"" if block.node is None else block.node.chain_key(block.position)) for block in allocator.blocks]
+              for allocator in ledger.allocators]
+    queues = [[record.id for record in allocator.queues.members(level) if isinstance(record, Block)]
+              for allocator in ledger.allocators for level in range(NUM_LEVELS)]
+    sequences = [(sequence.id, [[[block.id for block in row.beam(beam)] for beam in range(len(row.other_beams) + 1)]
+                                for row in sequence.rows], sequence.num_tokens, sequence.computed, sequence.valid)
                  for sequence in ledger.sequences.values()]
     counters = (ledger.counters.values(), list(ledger.counters.hit_tokens), list(ledger.counters.hit_blocks))
     return blocks, queues, sequences, sorted(ledger.leases), counters, ledger.moves.next_number, ledger.tree.num_nodes()

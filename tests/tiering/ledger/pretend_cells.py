@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from kvtier.tiering.ledger.group import RECURRENT
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.request import MultimodalItem, Request
 
@@ -37,7 +38,9 @@ def elements_of(tokens: Sequence[int], extra_ids: Sequence[int] | None, multimod
 
 
 def tag_of(request: Request) -> Cell:
-    return ("namespace", request.lora_id, request.cache_salt, request.extra_ids is not None, request.lora_digest, request.extra_ids_digest)
+    encoder = () if request.encoder_digest is None else (request.encoder_digest,)
+    return ("namespace", request.lora_id, request.cache_salt, request.extra_ids is not None, request.lora_digest,
+            request.extra_ids_digest, *encoder)
 
 
 def history(start: Cell, elements: Iterable[Cell]) -> list[Cell]:
@@ -50,8 +53,9 @@ def history(start: Cell, elements: Iterable[Cell]) -> list[Cell]:
     return cells
 
 
-def tree_contents(ledger: Ledger) -> dict[int, list[Cell]]:
-    """By block id: the cells that the tree says the block holds, read from the keys along its path."""
+def tree_contents(ledger: Ledger, group: int = 0) -> dict[int, list[Cell]]:
+    """By block id: the cells that the tree says the group's block holds, read from the keys along its path. A block with a
+    recurrent state has one cell: the state after the block's last token."""
     found: dict[int, list[Cell]] = {}
     for identity, root in ledger.tree.roots.items():
         stack: list[tuple[Any, Cell]] = [(root, ("namespace", *identity))]
@@ -60,10 +64,10 @@ def tree_contents(ledger: Ledger) -> dict[int, list[Cell]]:
             for position in range(node.length):
                 cells = history(cell, _elements_of_key(node.block_key(position), node.namespace.token_width))
                 cell = cells[-1]
-                block = node.values[0][position]
+                block = node.values[group][position]
                 if block is not None:
                     assert len(cells) == block.num_tokens
-                    found[block.id] = cells
+                    found[block.id] = [cell] if ledger.groups[group].kind == RECURRENT else cells
             stack.extend((child, cell) for child in node.children.values())
     return found
 

@@ -1,4 +1,4 @@
-"""A tier that carries out Moves on pretend bytes, in any order that the transfer manager might, with failures on request."""
+"""A tier that carries out one group's Moves on pretend bytes, in any order that the transfer manager might, with failures on request."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class PretendTier:
         condemns: whether a failing read from NVMe shows that the slot is bad; otherwise only the way from there failed.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, group: int = 0) -> None:
         self.ledger = ledger
+        self.group = group
         self.cells: dict[Place, list[Cell]] = {}
         self.rows: dict[int, bytes] = {}
         self.row_retention: dict[int, tuple[int, float]] = {}
@@ -51,7 +52,7 @@ class PretendTier:
         self._failed_writes: dict[Place, Move] = {}
         self._next_number = 0
         for level in range(NUM_LEVELS):
-            for slot in range(ledger.allocators[0].num_blocks[level]):
+            for slot in range(ledger.allocators[group].num_blocks[level]):
                 self.cells[level, slot] = [UNWRITTEN] * ledger.tokens_per_block
 
     def fetch(self) -> list[Move | Discard]:
@@ -60,12 +61,7 @@ class PretendTier:
         for record in records:
             assert record.number == self._next_number, "records are numbered without a gap"
             self._next_number += 1
-            if isinstance(record, Move):
-                ends = (level_of(record.source), level_of(record.destination))
-                assert ends in LEGAL_MOVES, record
-                assert record.source != record.destination, record
-                assert (len(record.key) == 32) == record.is_host_ordered, record
-                assert record.num_tokens == 0 or ends[0] != NVME != ends[1], record
+            check_form(record)
         self.waiting.extend(records)
         return records
 
@@ -133,7 +129,7 @@ class PretendTier:
         while True:
             self.fetch()
             slots = places()
-            touching = [record for record in self.waiting if _touches(record, slots)]
+            touching = [record for record in self.waiting if touches(record, slots)]
             if not touching and not any(place(move.destination) in slots for move, _failed in self.ended):
                 return
             if touching:
@@ -154,8 +150,8 @@ class PretendTier:
     def check_contents(self) -> None:
         """Every handle in the tree, and every backing, has the bytes that the tree says it has."""
         unsettled = self.being_written()
-        for block_id, expected in tree_contents(self.ledger).items():
-            block = self.ledger.allocators[0].blocks[block_id]
+        for block_id, expected in tree_contents(self.ledger, self.group).items():
+            block = self.ledger.allocators[self.group].blocks[block_id]
             for holder in (block, block.secondary_backing, block.nvme_backing):
                 if holder is None or place(holder.index) in unsettled:
                     continue
@@ -166,18 +162,27 @@ class PretendTier:
                     assert node is not None
                     assert node.namespace.is_persistent, "process-local ids mean nothing to the next process"
                 if holder.index & 3 == NVME and not any(isinstance(r, Discard) and r.slot == slot_of(holder.index) for r in self.waiting):
-                    assert self.rows.get(slot_of(holder.index)) == self.ledger.allocators[0].chain_key(block)
+                    assert self.rows.get(slot_of(holder.index)) == self.ledger.allocators[self.group].chain_key(block)
 
     def check_rows(self) -> None:
         """When nothing waits: the manifest names exactly what the ledger keeps on NVMe."""
         assert not self.waiting
         assert not self.ended
         expected: dict[int, bytes] = {}
-        for holder in self.ledger.allocators[0].holders[NVME]:
+        for holder in self.ledger.allocators[self.group].holders[NVME]:
             content = holder if holder.has_content else holder.owner
             if content is not None:
-                expected[slot_of(holder.index)] = self.ledger.allocators[0].chain_key(content)
+                expected[slot_of(holder.index)] = self.ledger.allocators[self.group].chain_key(content)
         assert self.rows == expected
+
+
+def check_form(record: Move | Discard) -> None:
+    if isinstance(record, Move):
+        ends = (level_of(record.source), level_of(record.destination))
+        assert ends in LEGAL_MOVES, record
+        assert record.source != record.destination, record
+        assert (len(record.key) == 32) == record.is_host_ordered, record
+        assert record.num_tokens == 0 or ends[0] != NVME != ends[1], record
 
 
 def place(index: int) -> Place:
@@ -195,5 +200,5 @@ def _conflict(earlier: Move | Discard, later: Move | Discard) -> bool:
     return isinstance(earlier, Move) and place(earlier.source) == _writes(later)
 
 
-def _touches(record: Move | Discard, slots: set[Place]) -> bool:
+def touches(record: Move | Discard, slots: set[Place]) -> bool:
     return _writes(record) in slots or (isinstance(record, Move) and place(record.source) in slots)

@@ -131,9 +131,9 @@ def test_a_new_request_needs_the_blocks_of_its_whole_prompt(prompt: int, blocks:
     ledger = ledger_of(80, 16)
     request = Request(1, range(prompt), max_new_tokens=1)
     assert capacity.needed_blocks_one_step(ledger, request, False) == blocks
-    free = ledger.allocators[0].queues.free[PRIMARY]
+    free = ledger.allocators[0].queues.num_free(PRIMARY)
     ledger.add_sequences([request])
-    assert free - ledger.allocators[0].queues.free[PRIMARY] == blocks
+    assert free - ledger.allocators[0].queues.num_free(PRIMARY) == blocks
     verify(ledger)
 
 
@@ -157,10 +157,10 @@ def test_a_sequence_needs_the_blocks_of_its_next_tokens(prompt: int, generated: 
     assert capacity.needed_blocks_one_step(ledger, sequence, two_steps) == blocks
     steps = 2 if two_steps else 1
     tokens = min(steps * (draft + 1), max_new - generated)
-    free = ledger.allocators[0].queues.free[PRIMARY]
+    free = ledger.allocators[0].queues.num_free(PRIMARY)
     if tokens:
         ledger.append_step([1], [[1] * tokens])
-    assert free - ledger.allocators[0].queues.free[PRIMARY] == blocks, "and that is what the step takes"
+    assert free - ledger.allocators[0].queues.num_free(PRIMARY) == blocks, "and that is what the step takes"
 
 
 def test_drafts_of_a_new_request_count_up_to_what_may_be_generated() -> None:
@@ -233,7 +233,7 @@ def test_what_was_admitted_by_remaining_blocks_can_be_generated_to_the_end(token
         assert capacity.remaining_blocks_to_completion(ledger, ledger.sequence(number)) == 0
         ledger.remove_sequence(number, True)
     verify(ledger)
-    assert ledger.allocators[0].queues.free[PRIMARY] == primary
+    assert ledger.allocators[0].queues.num_free(PRIMARY) == primary
 
 
 # -- truncation --------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def test_who_is_admitted_while_enough_is_free_to_completion_completes(requests: 
     for number, (length, max_new, family, shared) in enumerate(requests):
         tokens = [family] * min(shared, length) + [100 + number] * max(length - shared, 0)
         request = Request(number, tokens, max_new_tokens=max_new)
-        if cache.ledger.allocators[0].queues.free[PRIMARY] - reserved < capacity.remaining_blocks_to_completion(cache.ledger, request):
+        if cache.ledger.allocators[0].queues.num_free(PRIMARY) - reserved < capacity.remaining_blocks_to_completion(cache.ledger, request):
             continue
         cache.add(request)
         assert cache.compute(number)
@@ -89,7 +89,7 @@ def test_truncating_reaches_what_nvme_has_held_since_the_start_behind_gaps_too()
     cache.ledger.adopt_store([WarmRow(0, slot, key) for slot, key in enumerate(keys) if slot != 2], [])
     assert truncate(cache.ledger, Request(-1, range(17)), 4) == 2
     assert list(cache.ledger.allocators[0].warm) == [keys[0]]
-    assert cache.ledger.allocators[0].queues.free[NVME] == 4
+    assert cache.ledger.allocators[0].queues.num_free(NVME) == 4
 
 
 @pytest.mark.parametrize("keep", [0, 4])

@@ -347,4 +347,4 @@ def test_skip_read_matches_nothing_and_skip_write_stores_nothing() -> None:
     cache.ledger.mark_computed(1, 9)
     cache.ledger.remove_sequence(1, True)
     assert cache.ledger.tree.num_nodes() == nodes
-    assert cache.ledger.allocators[0].queues.free[PRIMARY] == 16
+    assert cache.ledger.allocators[0].queues.num_free(PRIMARY) == 16

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvtier.pools.pool_index import PRIMARY, pool_index
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog, Removed, Stored, StoredBlock
-from kvtier.tiering.ledger.key import Namespace, TokenKeys, next_chain_key
+from kvtier.tiering.ledger.key import KeyRun, Namespace, TokenKeys, next_chain_key
 from kvtier.tiering.ledger.request import MultimodalItem, Request
 from kvtier.tiering.ledger.tree import FEW_CHILDREN, MAX_GROWING_RUN, Node, ReuseTree, Walk
 from kvtier.types import BlockId
@@ -362,6 +362,43 @@ def test_a_run_that_grows_again_with_other_tokens_forgets_the_chain_keys_it_had(
     for number in range(4):
         expected = next_chain_key(expected, keys.block_key(number, 2))
     assert node.chain_key(position) == expected != old
+
+
+def test_what_is_stored_behind_a_run_given_up_from_its_end_follows_what_is_left_of_it() -> None:
+    """The run's keys were not cut at once; an event about the new tail must not take the old blocks for its predecessors."""
+    tree = Tree(tokens_per_block=2)
+    stored = tree.store(list(range(10)))
+    tree.tree.detach(stored[-1], 0)
+    tail = tree.store_tail([*range(8), 99])
+    assert tail is not None
+    node, position = place_of(tail)
+    before, last = place_of(stored[3])
+    assert node.parent_chain_key(position) == before.chain_key(last)
+    namespace, keys = tree.keys([*range(8), 99])
+    expected = namespace.chain_seed
+    for number in range(5):
+        expected = next_chain_key(expected, keys.block_key(number, 1 if number == 4 else 2))
+    assert node.chain_key(position) == expected
+
+
+def test_a_split_keeps_no_old_run_alive_but_for_events_that_nobody_has_read() -> None:
+    tree = Tree(tokens_per_block=2)
+    stored = tree.store(list(range(8)))
+    below = tree.store([*range(8), *([7] * 2 * MAX_GROWING_RUN)])[-1]
+    log = EventLog(10, 1)
+    old, position = place_of(stored[3])
+    log.removed(0, old.run, position)
+    run = old.run
+    tree.store([*range(4), 98, 99])
+    chain = []
+    node: KeyRun | None = place_of(below)[0].run
+    while node is not None:
+        chain.append(node)
+        node = node.parent
+    assert run not in chain
+    assert [part.num_blocks for part in chain] == [MAX_GROWING_RUN, 2, 2]
+    (event,) = log.flush()
+    assert event.data == Removed((place_of(stored[3])[0].chain_key(1),))
 
 
 def test_a_path_of_a_thousand_nodes_needs_no_deep_recursion() -> None:

@@ -196,7 +196,7 @@ def test_j5_what_was_admitted_by_remaining_blocks_completes(tokens_per_block: in
             ledger.append_step([sequence.id], [[sequence.num_tokens]])
         ledger.remove_sequence(sequence.id, True)
     verify(ledger)
-    assert ledger.allocators[0].queues.free[PRIMARY] == primary
+    assert ledger.allocators[0].queues.num_free(PRIMARY) == primary
 
 
 def test_a_sequence_that_only_just_fits_generates_within_its_window_for_ever() -> None:

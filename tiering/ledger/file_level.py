@@ -1,0 +1,240 @@
+"""The NVMe level: copies written ahead, blocks found at start, slots found bad, and Moves that have ended (design: NVMe rules)."""
+
+from __future__ import annotations
+
+from typing import Final, cast
+
+from kvtier.policies.eviction import BACKING, NOT_QUEUED, EvictionQueues
+from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of, slot_of
+from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.events import EventLog
+from kvtier.tiering.ledger.levels import LevelTable
+from kvtier.tiering.ledger.moves import Move, MoveLog, WarmRow
+from kvtier.tiering.ledger.rules import TierRules
+from kvtier.tiering.ledger.stats import LedgerCounters
+from kvtier.tiering.ledger.tree import ReuseTree
+
+MAX_WRITES_IN_FLIGHT: Final = 64
+MAX_SCAN: Final = 4096
+ALREADY_EXPIRED: Final = 1e-9  # on the clock of releases, where 0.0 means never
+
+
+class FileLevel(LevelTable):
+    """The three levels, the lowest of which is a file.
+
+    ``writes_in_flight``: Moves to NVMe that have not ended.
+    """
+
+    def __init__(self, group: int, num_blocks: tuple[int, int, int], tokens_per_block: int, queues: EvictionQueues, tree: ReuseTree,
+                 moves: MoveLog, events: EventLog, counters: LedgerCounters, rules: TierRules) -> None:
+        super().__init__(group, num_blocks, tokens_per_block, queues, tree, moves, events, counters, rules)
+        self.writes_in_flight = 0
+
+    # -- writing ---------------------------------------------------------------------------------------------------------
+
+    def write_ahead(self) -> None:
+        """Keep the coldest share of the secondary level clean: give its blocks an NVMe backing before anybody needs the slot."""
+        if not self.num_blocks[NVME] or not self._may_write_ahead:
+            return
+        share = int(self.rules.write_ahead_share * self.num_blocks[SECONDARY] + 0.999)
+        # Never more than half of NVMe: beyond that, each new copy would cost another block of the same share its own.
+        limit = min(share, (self.num_blocks[NVME] + 1) // 2, MAX_SCAN)
+        coldest = self.queues.coldest(SECONDARY, self.rules.nvme_offload_min_priority, limit)
+        if self.write_out([cast(Block, record) for record in coldest]):
+            self._may_write_ahead = False
+
+    def write_out(self, blocks: list[Block], keep_backings: bool = False) -> bool:
+        """Start NVMe backings for queued blocks that can have one. False when some had to be left for later.
+
+        A primary block is written from its secondary backing, which it gets now if there is a place for it: so it stays where
+        it is, and usable, while the file is written. ``keep_backings``: no other block gives up its NVMe backing for this.
+        """
+        for block in blocks:
+            if (block.nvme_backing is not None or block.node is None or block.num_tokens != self.tokens_per_block
+                    or not block.node.namespace.is_persistent or block.queue == NOT_QUEUED):
+                continue
+            if self.writes_in_flight >= MAX_WRITES_IN_FLIGHT:
+                return False
+            source = block
+            if level_of(block.index) == PRIMARY:
+                backing = block.secondary_backing or self._copy_down(block)
+                if backing is None or self.is_busy(backing):
+                    continue
+                source = backing
+            target = self._take_nvme(block.priority, keep_backings)
+            if target is None:
+                continue  # nothing on NVMe is worth less than this block
+            self.queues.claim(source)
+            block.add_backing(target)
+            self._move(source, target, 0, self.chain_key(block))
+            self._set_busy(source)
+            self._set_busy(target)
+            self.writes_in_flight += 1
+        return True
+
+    def _copy_down(self, block: Block) -> Block | None:
+        """Give primary content a secondary backing, if that costs no other block its only copy."""
+        victim = self._replaceable_secondary(block.priority)
+        if victim is None:
+            return None
+        spare = self._vacate_secondary(victim)
+        self._move(block, spare, 0, b"")
+        block.add_backing(spare)
+        self.queues.add_backing(spare, SECONDARY)
+        return spare
+
+    def _replaceable_secondary(self, priority: int) -> Block | None:
+        """A secondary handle without content, or else the coldest of this priority or less with a copy on NVMe."""
+        front = self.queues.front(SECONDARY)
+        if front is None:
+            return None
+        if not cast(Block, front).has_content:
+            return cast(Block, front)
+        for record in self.queues.coldest(SECONDARY, self.rules.nvme_offload_min_priority, MAX_SCAN):
+            block = cast(Block, record)
+            if block.priority > priority:
+                break
+            if block.nvme_backing is not None and not self.is_busy(block.nvme_backing):
+                return block
+        return None
+
+    def _take_nvme(self, priority: int, keep_backings: bool) -> Block | None:
+        """An NVMe handle without content for content of this priority, in no queue; None when everything there is worth more.
+
+        The row of what it held is deleted by whoever writes the slot.
+        """
+        head = self.queues.front_list(NVME)
+        if head is None:
+            return None
+        record = head.next
+        if head.kind == BACKING and keep_backings:
+            coldest = self.queues.coldest(NVME, 0, 1)
+            if not coldest:
+                return None
+            record = coldest[0]
+        victim = cast(Block, record)
+        if victim.priority > priority and victim.has_content:
+            return None
+        self.queues.claim(victim)
+        if victim.owner is not None:
+            victim.leave_owner()
+        elif victim.has_content:
+            self.drop(victim)
+            self.counters.dropped += 1
+        return victim
+
+    # -- found at start, found bad ---------------------------------------------------------------------------------------
+
+    def adopt_warm(self, row: WarmRow) -> None:
+        """At start: this NVMe slot already holds the block with this chain key. Its duration goes on counting."""
+        block = self.holders[NVME][row.slot]
+        if row.key in self.warm:
+            self.moves.discard(self.group, row.slot)
+            return
+        self.queues.claim(block)
+        block.warm_key = row.key
+        block.priority = row.priority
+        self.warm[row.key] = block
+        self.queues.note_use(block)
+        if row.expiry > 0.0:
+            block.expires_at = max(row.expiry - self.wall_clock_offset, ALREADY_EXPIRED)
+        self._settle(block)
+
+    def quarantine_slot(self, slot: int) -> None:
+        """At start: an NVMe slot that failed its check earlier. It is never used."""
+        self.queues.claim(self.holders[NVME][slot])
+        self.quarantined.add(slot)
+
+    def condemn(self, slot: int) -> None:
+        """An NVMe slot was found bad: what it held is forgotten, and it is never used again."""
+        handle = self.holders[NVME][slot]
+        self.queues.claim(handle)
+        if handle.owner is not None:
+            handle.leave_owner()
+        elif handle.has_content:
+            self.drop(handle)
+        if slot not in self.quarantined:
+            self.quarantined.add(slot)
+            self.counters.quarantined += 1
+
+    # -- Moves that have ended -------------------------------------------------------------------------------------------
+
+    def finished(self, move: Move) -> None:
+        """A Move has ended well."""
+        source, target = self._end_transfer(move)
+        if level_of(move.destination) == NVME:
+            self._end_write(source, target)
+            return
+        if level_of(move.source) == NVME:
+            if source.owner is None and not source.has_content:
+                self.moves.discard(self.group, slot_of(move.source))
+            self._settle_after_busy(source)
+        self._settle_after_busy(target)
+
+    def failed(self, move: Move) -> Block | None:
+        """A Move has failed; if it read from NVMe, that slot is bad and never used again.
+
+        Returns the handle whose content is lost, if the destination still is that Move's.
+        """
+        if level_of(move.source) == NVME:
+            self.quarantined.add(slot_of(move.source))
+            self.counters.quarantined += 1
+        return self._fail(move)
+
+    def failed_source_is_good(self, move: Move) -> Block | None:
+        """Like :meth:`failed`, but an NVMe slot that it read from may be used again: only the way from there failed."""
+        if level_of(move.source) == NVME:
+            self.moves.discard(self.group, slot_of(move.source))
+        return self._fail(move)
+
+    def _fail(self, move: Move) -> Block | None:
+        source, target = self._end_transfer(move)
+        if level_of(move.destination) == NVME:
+            if target.owner is not None:
+                target.leave_owner()
+            self._end_write(source, target)
+            return None
+        lost = target if target.generation == move.destination_generation else None
+        if lost is not None:
+            # Whoever keeps the handle computes its content again: copies of that must not fail because this Move did.
+            lost.generation += 1
+            if lost.owner is not None:
+                lost.leave_owner()  # its owner was read from here; that Move fails too and says so
+        if level_of(move.source) == NVME:
+            if source.owner is not None:
+                source.leave_owner()
+            self._settle_after_busy(source)
+        if lost is None:
+            self._settle_after_busy(target)
+        return lost
+
+    def _end_transfer(self, move: Move) -> tuple[Block, Block]:
+        """The handles that have the two slots now; slots used by a file operation are so no longer."""
+        source_level = level_of(move.source)
+        source_slot = slot_of(move.source)
+        level = level_of(move.destination)
+        slot = slot_of(move.destination)
+        if source_level == NVME or level == NVME:
+            self._end_busy(source_level, source_slot)
+            self._end_busy(level, slot)
+        return self.holders[source_level][source_slot], self.holders[level][slot]
+
+    def _end_write(self, source: Block, target: Block) -> None:
+        self.writes_in_flight -= 1
+        self._may_write_ahead = True
+        if target.owner is None:
+            # Written for a block that is gone by now; or not written, and then the row of what was there before may be left.
+            self.moves.discard(self.group, slot_of(target.index))
+        self._settle_after_busy(target)
+        self._settle_after_busy(source)
+
+    # -- tools -----------------------------------------------------------------------------------------------------------
+
+    def begin_access(self, block: Block) -> None:
+        """A tool reads the slot: keep its handle out of the queues meanwhile."""
+        self.queues.claim(block)
+        self._set_busy(block)
+
+    def end_access(self, level: int, slot: int) -> None:
+        self._end_busy(level, slot)
+        self._settle_after_busy(self.holders[level][slot])
