@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvtier.errors import RequestError
-from kvtier.policies.eviction import eviction_queues
+from kvtier.policies.eviction import QueueRecord, eviction_queues
 from kvtier.policies.retention import DEFAULT_PRIORITY, RetentionConfig, RetentionLevel, TokenRange
 
 
@@ -50,7 +50,7 @@ def test_a_moment_is_a_positive_number_of_wall_clock_seconds(moment: Any) -> Non
 
 def test_a_moment_counts_from_no_release() -> None:
     queues = eviction_queues("lru", 1)
-    record = queues.heads[0].__class__()
+    record = QueueRecord()
     record.priority = 80
     record.duration = -10.0
     for released in (1.0, 4.0, 9.0):
@@ -64,7 +64,7 @@ def test_a_moment_counts_from_no_release() -> None:
 
 def test_a_moment_at_the_default_priority_means_nothing() -> None:
     queues = eviction_queues("lru", 1)
-    record = queues.heads[0].__class__()
+    record = QueueRecord()
     record.duration = -10.0
     queues.add_content(record, 0, 1.0)
     assert record.expires_at == 0.0
