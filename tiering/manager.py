@@ -246,7 +246,7 @@ class KVCacheManager(Readiness, Planning, NotIncludedYet):
         with self.locked() as ledger:
             return truncate(ledger, request, keep_tokens)
 
-    def set_priority(self, block_id: int, priority: int, group: int = 0) -> None:
+    def set_priority(self, block_id: int, priority: int | str, group: int = 0) -> None:
         """Change the priority of an unreferenced block with content."""
         self._check_group(group)
         with self.locked() as ledger:

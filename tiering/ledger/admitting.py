@@ -120,7 +120,7 @@ def _fill_partial(state: LedgerState, plan: AdmissionPlan, row: SequenceRow, tak
         state.tree.detach(partial, row.group)
         allocator.drop_backings(partial)  # they hold what is about to be overwritten
         allocator.promote(partial)
-        set_retention(state.tokens_per_block, plan.request, position, partial, partial.priority, 0.0)
+        set_retention(allocator, plan.request, position, partial, partial.priority, min(partial.duration, 0.0))
         partial.ref_count += 1
         row.blocks.append(partial)
         return

@@ -17,7 +17,7 @@ from kvtier.tiering.ledger.file_level import FileLevel
 from kvtier.tiering.ledger.moves import MoveLog
 from kvtier.tiering.ledger.rules import TierRules
 from kvtier.tiering.ledger.stats import LedgerCounters
-from kvtier.tiering.ledger.tree import ReuseTree
+from kvtier.tiering.ledger.tree import Node, ReuseTree
 
 
 class BlockAllocator(FileLevel):
@@ -41,7 +41,7 @@ class BlockAllocator(FileLevel):
         block = self._vacate_front()
         block.generation += 1
         block.priority = priority
-        if duration > 0.0 or block.extra is not None:
+        if duration != 0.0 or block.extra is not None:
             block.duration = duration
             block.expires_at = 0.0
         return block
@@ -69,7 +69,7 @@ class BlockAllocator(FileLevel):
             block.generation += 1
             block.priority = priority
             block.ref_count = 1
-            if duration > 0.0 or block.extra is not None:
+            if duration != 0.0 or block.extra is not None:
                 block.duration = duration
                 block.expires_at = 0.0
         return taken
@@ -144,6 +144,8 @@ class BlockAllocator(FileLevel):
                 self.queues.claim(block)
             elif self.busy:
                 self._count_unreferenced(block, -1)
+            if block.node is not None:
+                block.node.held[self.group] += 1
         block.ref_count += 1
 
     def hold_many(self, blocks: list[Block]) -> None:
@@ -163,6 +165,8 @@ class BlockAllocator(FileLevel):
             last = block
             last.queue = NOT_QUEUED
             last.ref_count += 1
+            node = block.node
+            held = 1  # of the node's handles, since the last time they were counted
             while position < count:
                 following = blocks[position]
                 if last.previous is not following:
@@ -171,6 +175,14 @@ class BlockAllocator(FileLevel):
                 last.queue = NOT_QUEUED
                 last.ref_count += 1
                 position += 1
+                if last.node is not node:
+                    if node is not None:
+                        node.held[self.group] += held
+                    node = last.node
+                    held = 0
+                held += 1
+            if node is not None:
+                node.held[self.group] += held
             self.queues.unlink(last, block, queue, position - first + 1)
 
     def release(self, block: Block) -> None:
@@ -178,7 +190,9 @@ class BlockAllocator(FileLevel):
         assert block.ref_count > 0
         block.ref_count -= 1
         if block.ref_count == 0:
-            self._release_last(block)
+            if block.node is not None:
+                block.node.held[self.group] -= 1
+            self._settle_released(block)
 
     def release_many(self, blocks: list[Block]) -> None:
         """:meth:`release` for each but placeholders, the last one first: so a prompt's tail is given up before its head."""
@@ -188,6 +202,8 @@ class BlockAllocator(FileLevel):
         open_queue = NOT_QUEUED    # the list at whose back a run is being linked
         last: QueueRecord = self.placeholder
         count = 0
+        held_by: Node | None = None
+        held = 0                   # of that node's handles, and no more by anybody
         for position in range(len(blocks) - 1, -1, -1):
             block = blocks[position]
             references = block.ref_count - 1
@@ -199,13 +215,20 @@ class BlockAllocator(FileLevel):
             assert references == 0
             block.ref_count = 0
             index = block.index
-            if block.node is None or block.extra is not None or level_of(index) != PRIMARY or (anything_busy and index in self.busy):
+            node = block.node
+            if node is not held_by:
+                if held_by is not None:
+                    held_by.held[self.group] -= held
+                held_by = node
+                held = 0
+            held += 1
+            if node is None or block.extra is not None or level_of(index) != PRIMARY or (anything_busy and index in self.busy):
                 if count > 0:
                     queues.appended(last, open_queue, count)
                     count = 0
                 open_queue = NOT_QUEUED
                 queues.next_stamp = stamp
-                self._release_last(block)
+                self._settle_released(block)
                 stamp = queues.next_stamp
                 continue
             queue = block.priority  # the lists of the primary level are numbered by their priorities
@@ -225,13 +248,15 @@ class BlockAllocator(FileLevel):
         if count > 0:
             queues.appended(last, open_queue, count)
         queues.next_stamp = stamp
+        if held_by is not None:
+            held_by.held[self.group] -= held
 
     def add_content(self, block: Block) -> None:
         """Queue unreferenced content as most recently used; when it is busy, in this order once its Moves have ended."""
         self.queues.note_release(block, self.now)
         self._settle(block)
 
-    def _release_last(self, block: Block) -> None:
+    def _settle_released(self, block: Block) -> None:
         """Nobody references the block any more."""
         is_busy = False
         if self.busy and self.is_busy(block):

@@ -95,6 +95,11 @@ def _count_single(walk: Walk, tokens_per_block: int, tokens: list[int]) -> tuple
     referenced = 0
     blocks = [0] * NUM_LEVELS
     for node, count in zip(walk.nodes, walk.counts, strict=True):
+        if count == node.length == node.present[0] and node.lower[0] == 0:  # the rule: nothing to look at one by one
+            blocks[PRIMARY] += count
+            referenced += node.held[0]
+            number += count
+            continue
         values = node.values[0]
         for position in range(count):
             block = values[position]

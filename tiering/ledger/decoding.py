@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, cast
 
 from kvtier.errors import RequestError
 from kvtier.policies.eviction import NOT_QUEUED
@@ -121,7 +121,7 @@ def _append(state: LedgerState, sequence: ActiveSequence, appended: Sequence[int
     for token in appended:
         sequence.keys.append(token)
     retention = sequence.request.retention
-    priority = DEFAULT_PRIORITY if retention is None else retention.decode_priority
+    priority = DEFAULT_PRIORITY if retention is None else cast(int, retention.decode_priority)
     duration = 0.0 if retention is None else retention.decode_duration_seconds or 0.0
     for row in sequence.rows:
         geometry = state.geometries[row.group]
@@ -167,7 +167,8 @@ def depart(state: LedgerState, row: SequenceRow, num_departed: int) -> None:
             row.departed_ids[beam].append(block.id)
             if block.id >= 0:
                 blocks[position] = allocator.placeholder
-                block.duration = 0.0
+                if block.duration > 0.0:  # it would count from now on; a moment stays
+                    block.duration = 0.0
                 block.expires_at = 0.0
                 allocator.release(block)
                 if block.queue != NOT_QUEUED and not block.has_content:  # like everything that leaves a window, to the back

@@ -160,7 +160,11 @@ def _check_node(root: Node, tokens_per_block: int) -> None:
     stack = [root]
     while stack:
         node = stack.pop()
-        for values, present in zip(node.values, node.present, strict=True):
+        for group, (values, present) in enumerate(zip(node.values, node.present, strict=True)):
+            counts = (sum(1 for value in values if value is not None and value.ref_count > 0),
+                      sum(1 for value in values if value is not None and level_of(value.index) != PRIMARY))
+            if counts != (node.held[group], node.lower[group]):
+                _fail(f"a node of group {group} counts {(node.held[group], node.lower[group])} referenced and lower handles, not {counts}")
             if len(values) != node.length or sum(1 for value in values if value is not None) != present:
                 _fail(f"a node of {node.length} blocks counts {present} handles in {len(values)} places")
             for position, value in enumerate(values):

@@ -102,6 +102,10 @@ class LevelTable(SlotTable):
     def _publish_level(self, block: Block, old: int, new: int) -> None:
         node = block.node
         if node is not None:
+            if old == PRIMARY:
+                node.lower[self.group] += 1
+            elif new == PRIMARY:
+                node.lower[self.group] -= 1
             self.events.level_changed(self.group, node.run, block.position, old, new)
 
     def _drop_span(self, node: Node, first: int, end: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from kvtier.pools.pool_index import PRIMARY, level_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.key import NO_CHAIN, Identity, KeyRun, Namespace, TokenKeys
 from kvtier.tiering.ledger.siblings import PartialPlaces, SiblingOrder, common_tokens
@@ -25,9 +26,14 @@ class Node:
 
     ``label`` (the same object as the run's) holds the keys of its blocks back to back. After evictions at the end only the first
     ``length`` blocks count; label and run are cut when more than half of them is stale, or when the node gets a child.
+
+    Attributes:
+        values: handles by group and position, None for holes.
+        present, held, lower: by group, how many handles there are, how many of them somebody references, and how many are not on the
+            primary level: so that a match of a long prompt need not look at each handle.
     """
 
-    __slots__ = ("block_bytes", "children", "is_plain", "label", "length", "order", "parent", "present", "run", "values")
+    __slots__ = ("block_bytes", "children", "held", "is_plain", "label", "length", "lower", "order", "parent", "present", "run", "values")
 
     def __init__(self, parent: Node | None, run: KeyRun, block_bytes: int, num_groups: int) -> None:
         self.parent = parent
@@ -38,6 +44,8 @@ class Node:
         self.block_bytes = block_bytes  # bytes of one full plain block's key
         self.values: list[list[Block | None]] = [[None] * run.num_blocks for _ in range(num_groups)]
         self.present: list[int] = [0] * num_groups
+        self.held: list[int] = [0] * num_groups
+        self.lower: list[int] = [0] * num_groups
         self.children: dict[bytes, Node] = NO_CHILDREN
         self.order: SiblingOrder | None = None  # keys of the children without suffix, once there were more than a few
 
@@ -247,6 +255,10 @@ class ReuseTree:
             self.detach(block, group)
         values[position] = block
         node.present[group] += 1
+        if block.ref_count > 0:
+            node.held[group] += 1
+        if level_of(block.index) != PRIMARY:
+            node.lower[group] += 1
         block.node = node
         block.position = position
         block.num_tokens = num_tokens
@@ -259,13 +271,21 @@ class ReuseTree:
         assert values[first:first + count].count(None) == len(span) == count
         values[first:first + count] = span
         position = first
+        held = 0
+        lower = 0
         for block in span:
             assert block.node is None
+            if block.ref_count > 0:
+                held += 1
+            if level_of(block.index) != PRIMARY:
+                lower += 1
             block.node = node
             block.position = position
             block.num_tokens = num_tokens
             position += 1
         node.present[group] += count
+        node.held[group] += held
+        node.lower[group] += lower
 
     def detach(self, block: Block, group: int) -> None:
         """Take a handle out of its place and prune what is empty because of it."""
@@ -276,6 +296,10 @@ class ReuseTree:
         assert values[position] is block
         values[position] = None
         node.present[group] -= 1
+        if block.ref_count > 0:
+            node.held[group] -= 1
+        if level_of(block.index) != PRIMARY:
+            node.lower[group] -= 1
         block.node = None
         block.position = 0
         block.num_tokens = 0
@@ -285,14 +309,22 @@ class ReuseTree:
     def detach_span(self, node: Node, group: int, first: int, end: int) -> None:
         """Take the handles out of the places [first, end) of a run, all of which hold one."""
         values = node.values[group]
+        held = 0
+        lower = 0
         for position in range(first, end):
             block = values[position]
             assert block is not None
+            if block.ref_count > 0:
+                held += 1
+            if level_of(block.index) != PRIMARY:
+                lower += 1
             values[position] = None
             block.node = None
             block.position = 0
             block.num_tokens = 0
         node.present[group] -= end - first
+        node.held[group] -= held
+        node.lower[group] -= lower
         if end == node.length and not node.children:
             self.prune(node)
 
@@ -364,15 +396,23 @@ class ReuseTree:
             all_values = node.values[group]
             values = all_values[count:]
             node.values[group] = all_values[:count]
-            moved = 0
+            moved = held = lower = 0
             for position, block in enumerate(values):
                 if block is not None:
                     block.node = rest
                     block.position = position
                     moved += 1
+                    if block.ref_count > 0:
+                        held += 1
+                    if level_of(block.index) != PRIMARY:
+                        lower += 1
             rest.values.append(values)
             rest.present.append(moved)
+            rest.held.append(held)
+            rest.lower.append(lower)
             node.present[group] -= moved
+            node.held[group] -= held
+            node.lower[group] -= lower
         node.run = upper
         node.label = upper.label
         node.length = count
