@@ -138,6 +138,8 @@ class PartialPlaces:
 def common_tokens(left: bytes, right: bytes, width: int) -> int:
     """Equal leading tokens of two keys."""
     size = min(len(left), len(right))
+    if size == 0 or left[0] != right[0]:  # mostly
+        return 0
     if left.startswith(right) or right.startswith(left):
         return size // width
     different = int.from_bytes(left[:size], "big") ^ int.from_bytes(right[:size], "big")

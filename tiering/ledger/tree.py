@@ -268,7 +268,7 @@ class ReuseTree:
         values = node.values[group]
         num_tokens = self.tokens_per_block
         span = blocks[start:start + count]
-        assert values[first:first + count].count(None) == len(span) == count
+        assert len(span) == count
         values[first:first + count] = span
         position = first
         held = 0
