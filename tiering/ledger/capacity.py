@@ -174,17 +174,31 @@ def remaining_blocks_to_completion(state: LedgerState, request: Request | Active
     """Primary blocks of a group from now until ``max_new_tokens`` are generated. Admitting no more requests than there are free
     blocks for guarantees that all complete. A new request subtracts stored blocks as in :func:`needed_blocks_one_step`."""
     state.check_group(group)
+    kind = state.geometries[group].kind
     if isinstance(request, Request):
         reuse = match(state, request)
         total = most_blocks(state, request, request.num_tokens + request.max_new_tokens, group)
-        saved = 0
-        if state.geometries[group].kind != CROSS:
-            whole = num_new_blocks(state, request, group, 0)
-            saved = whole - num_new_blocks(state, request, group, reuse.reusable_blocks) - reuse.unreferenced_by_group[group]
+        if kind == CROSS:
+            return total
+        matched = reuse.reusable_blocks
+        saved = num_new_blocks(state, request, group, 0) - num_new_blocks(state, request, group, matched)
+        saved -= reuse.unreferenced_by_group[group]
+        if kind == WINDOW and matched:
+            # What leaves the window is free for the next block only if nobody else holds it: from now on not what both share, for
+            # this request and for the other one.
+            whole = _whole_blocks(state, request, request.num_tokens + request.max_new_tokens, group)
+            return min(total, whole - saved) + min(saved, most_blocks(state, request, request.num_tokens, group))
         return max(total - saved, 0)
     asked = request.request
-    total = most_blocks(state, asked, max(asked.num_tokens + asked.max_new_tokens, request.num_tokens), group)
-    return max(total - held_blocks(request, group), 0)
+    end = max(asked.num_tokens + asked.max_new_tokens, request.num_tokens)
+    total = most_blocks(state, asked, end, group)
+    if kind != WINDOW:
+        return max(total - held_blocks(request, group), 0)
+    left = max(total - _exclusive_blocks(request, group), 0)
+    if asked.beam_width > 1:
+        return left
+    geometry = state.geometries[group]
+    return min(left, geometry.num_blocks(end) - geometry.num_blocks(request.num_tokens) + num_tail_copies(state, request, group))
 
 
 def most_blocks(state: LedgerState, request: Request, num_tokens: int, group: int) -> int:
@@ -200,14 +214,36 @@ def most_blocks(state: LedgerState, request: Request, num_tokens: int, group: in
                 if geometry.keeps_state(position, request.num_tokens):
                     kept += 1
         return kept + beams + 1  # one more while a kept state is copied on
-    prompt = geometry.num_blocks(request.num_tokens)
-    shared = request.num_tokens // state.tokens_per_block
-    total = geometry.num_blocks(num_tokens)
-    if geometry.kind == WINDOW and state.rules.chunk_size:
-        # The whole prompt is there at once; from the first generated token on, only what the window reads.
-        at_once = max(state.rules.chunk_size, request.num_draft_tokens + 1)
-        total = max(prompt, min(total, geometry.num_blocks(geometry.window + at_once) + 1))
-    return shared + (total - shared) * beams if total > shared else total
+    whole = _whole_blocks(state, request, num_tokens, group)
+    if geometry.kind != WINDOW or not state.rules.chunk_size:
+        return whole
+    # The whole prompt is there at once; from the first generated token on, only what the window reads. What beams share of it are
+    # the sinks at least, and the rest of the prompt as long as it has not left the window.
+    at_once = max(state.rules.chunk_size, request.num_draft_tokens + 1)
+    held = min(geometry.num_blocks(num_tokens), geometry.num_blocks(geometry.window + at_once) + 1)
+    full = geometry.num_full_blocks(request.num_tokens)
+    shared = min(full, held)
+    if num_tokens > request.num_tokens:
+        shared = min(shared, max(full - geometry.num_departed(num_tokens), min(full, geometry.num_sink_blocks)))
+    return min(whole, max(_whole_blocks(state, request, request.num_tokens, group), shared + (held - shared) * beams))
+
+
+def _whole_blocks(state: LedgerState, request: Request, num_tokens: int, group: int) -> int:
+    """Blocks of a group that ``num_tokens`` tokens take, out of the window or not, over all beams: they share what the prompt fills."""
+    geometry = state.geometries[group]
+    shared = min(geometry.num_full_blocks(request.num_tokens), geometry.num_blocks(num_tokens))
+    return shared + (geometry.num_blocks(num_tokens) - shared) * request.beam_width
+
+
+def _exclusive_blocks(sequence: ActiveSequence, group: int) -> int:
+    """Primary blocks of a group that nobody holds but this sequence's beams."""
+    row = sequence.rows[group]
+    references: dict[int, int] = {}
+    for beam in range(len(row.other_beams) + 1):
+        for block in row.beam(beam):
+            if block.id >= 0:
+                references[block.id] = references.get(block.id, block.ref_count) - 1
+    return sum(1 for left in references.values() if left == 0)
 
 
 def held_blocks(sequence: ActiveSequence, group: int) -> int:

@@ -79,11 +79,13 @@ def _needed(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, coun
         first = geometry.num_sink_blocks + row.num_departed
         end = min(geometry.num_sink_blocks + geometry.num_departed(num_tokens + 1), len(row.blocks))
         allocator = state.allocators[row.group]
-        for beam in range(len(row.other_beams) + 1):
-            blocks = row.beam(beam)
-            for position in range(first, end):
-                if blocks[position].ref_count == 1 and not allocator.is_busy(blocks[position]):
-                    needed -= 1
+        for position in range(first, end):
+            leaving: list[Block] = []
+            for beam in range(len(row.other_beams) + 1):
+                block = row.beam(beam)[position]
+                if block not in leaving and block.ref_count == _num_holders(row, position, block) and not allocator.is_busy(block):
+                    leaving.append(block)
+            needed -= len(leaving)
     return needed
 
 
