@@ -34,13 +34,18 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
         raise RequestError(f"ids={list(ids)}: an id is given twice")
     needed = [0] * len(state.groups)
     batch: list[ActiveSequence] = []
-    for request_id, appended in zip(ids, tokens, strict=True):
+    for number in range(len(ids)):
+        request_id = ids[number]
+        appended = tokens[number]
         sequence = state.sequence(request_id)
         require_reported(sequence)
-        for token in appended:
-            check_token(request_id, token)
+        for place in range(len(appended)):
+            check_token(request_id, appended[place])
         batch.append(sequence)
         if not appended:
+            continue
+        if state.is_single and not sequence.rows[0].other_beams:
+            needed[0] += _needed_by_one(sequence, len(appended), state.tokens_per_block)
             continue
         beams = sequence.request.beam_width
         if beams > 1 and len(appended) != beams:
@@ -55,9 +60,53 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
         for sequence, appended in zip(batch, tokens, strict=True):
             if appended:
                 _leave_windows(state, sequence)  # of the whole batch, before anybody takes a block: the room was counted so
-    for sequence, appended in zip(batch, tokens, strict=True):
-        if appended:
+    for number in range(len(batch)):
+        sequence = batch[number]
+        appended = tokens[number]
+        if not appended:
+            continue
+        if state.is_single and not sequence.rows[0].other_beams:
+            _append_to_one(state, sequence, appended)
+        else:
             _append(state, sequence, appended if sequence.request.beam_width == 1 else appended[:1])
+
+
+def _needed_by_one(sequence: ActiveSequence, count: int, tokens_per_block: int) -> int:
+    """:func:`_needed` for the common case: one full-attention group, one beam."""
+    blocks = sequence.rows[0].blocks
+    num_tokens = sequence.keys.num_tokens
+    needed = (num_tokens + count + tokens_per_block - 1) // tokens_per_block - len(blocks)
+    if num_tokens % tokens_per_block and blocks[-1].ref_count > 1:
+        needed += 1
+    return needed
+
+
+def _append_to_one(state: LedgerState, sequence: ActiveSequence, appended: Sequence[int]) -> None:
+    """:func:`_append` for the common case: one full-attention group, one beam."""
+    keys = sequence.keys
+    row = sequence.rows[0]
+    blocks = row.blocks
+    tokens_per_block = state.tokens_per_block
+    if keys.num_tokens % tokens_per_block:
+        last = blocks[-1]
+        if last.ref_count > 1 or last.node is not None:
+            make_writable(state, row, 0, len(blocks) - 1)
+    for place in range(len(appended)):
+        keys.append(appended[place])
+    num_tokens = keys.num_tokens
+    if len(blocks) * tokens_per_block < num_tokens:
+        priority, duration = _decode_retention(sequence)
+        blocks.extend(state.allocators[0].take_many((num_tokens + tokens_per_block - 1) // tokens_per_block - len(blocks), priority,
+                                                    duration))
+    sequence.computed = num_tokens - 1
+
+
+def _decode_retention(sequence: ActiveSequence) -> tuple[int, float]:
+    """Priority and duration of blocks that generated tokens take."""
+    retention = sequence.request.retention
+    if retention is None:
+        return DEFAULT_PRIORITY, 0.0
+    return cast(int, retention.decode_priority), retention.decode_duration_seconds or 0.0
 
 
 def _needed(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, count: int) -> int:
@@ -120,9 +169,7 @@ def _append(state: LedgerState, sequence: ActiveSequence, appended: Sequence[int
         _copy_tail_to_beams(state, sequence)
     for token in appended:
         sequence.keys.append(token)
-    retention = sequence.request.retention
-    priority = DEFAULT_PRIORITY if retention is None else cast(int, retention.decode_priority)
-    duration = 0.0 if retention is None else retention.decode_duration_seconds or 0.0
+    priority, duration = _decode_retention(sequence)
     for row in sequence.rows:
         geometry = state.geometries[row.group]
         if geometry.kind == CROSS:

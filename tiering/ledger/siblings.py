@@ -138,5 +138,7 @@ class PartialPlaces:
 def common_tokens(left: bytes, right: bytes, width: int) -> int:
     """Equal leading tokens of two keys."""
     size = min(len(left), len(right))
+    if left.startswith(right) or right.startswith(left):
+        return size // width
     different = int.from_bytes(left[:size], "big") ^ int.from_bytes(right[:size], "big")
     return (size - (different.bit_length() + 7) // 8) // width
