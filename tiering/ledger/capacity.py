@@ -23,7 +23,7 @@ class PrefixReuse:
         reusable_blocks: full blocks of the prompt that are stored, on any level, and that every group can serve.
         referenced_blocks: those of them that active sequences hold in every group that needs them: they cost no free block.
         tokens_by_level: tokens of the reusable blocks by level (primary, secondary, NVMe); where groups differ, the slowest counts.
-        unreferenced_by_group: reusable blocks that the group needs and nobody holds: each takes a free primary block.
+        unreferenced_by_group: reusable blocks that the group needs and nobody holds on the primary level: each takes a free block there.
     """
 
     def __init__(self, reusable_blocks: int, referenced_blocks: int, tokens_by_level: tuple[int, ...],
@@ -85,7 +85,7 @@ def _summary(state: LedgerState, request: Request, keys: TokenKeys, rows: list[l
             level = level_of(block.index)
             if level > levels[position]:
                 levels[position] = level
-            if block.ref_count == 0:
+            if block.ref_count == 0 or level != PRIMARY:  # a lease may hold a lower block, which still has to come up
                 unreferenced[group] += 1
                 is_held[position] = False
     tokens = [0] * NUM_LEVELS
@@ -113,8 +113,9 @@ def _count_single(walk: Walk, tokens_per_block: int, tokens: list[int]) -> tuple
             if block is None:
                 count = -1
                 break
-            blocks[level_of(block.index)] += 1
-            if block.ref_count > 0:
+            level = level_of(block.index)
+            blocks[level] += 1
+            if block.ref_count > 0 and level == PRIMARY:  # a lease may hold a lower block, which still has to come up
                 referenced += 1
             number += 1
         if count < 0:
