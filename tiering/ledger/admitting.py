@@ -9,7 +9,7 @@ from kvtier.pools.pool_index import PRIMARY, level_of
 from kvtier.tiering.ledger.admission import AdmissionPlan, has_private_tail
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW
-from kvtier.tiering.ledger.keeping import apply_retention_to_row, set_retention, take_for, take_run_for
+from kvtier.tiering.ledger.keeping import apply_retention_to_row, set_retention, take_for, take_run_for, use_path_of
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
 from kvtier.tiering.ledger.state import LedgerState
 
@@ -27,7 +27,9 @@ def carry_out(state: LedgerState, plans: list[AdmissionPlan], first_order: int) 
         _claim(state, plan, sequence, takers)
     for number in range(len(plans)):
         sequence = sequences[number]
+        use_path_of(state.moves, sequence.request)
         _fill(state, plans[number], sequence, takers)
+        state.moves.use_default_path()
         state.sequences[sequence.id] = sequence
     for allocator in state.allocators:
         allocator.end_call()

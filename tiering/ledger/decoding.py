@@ -11,6 +11,7 @@ from kvtier.policies.retention import DEFAULT_PRIORITY
 from kvtier.pools.pool_index import PRIMARY
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
+from kvtier.tiering.ledger.keeping import use_path_of
 from kvtier.tiering.ledger.room import require_room
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow, check_token
 from kvtier.tiering.ledger.state import LedgerState
@@ -68,7 +69,9 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
         if state.is_single and not sequence.rows[0].other_beams:
             _append_to_one(state, sequence, appended)
         else:
+            use_path_of(state.moves, sequence.request)
             _append(state, sequence, appended if sequence.request.beam_width == 1 else appended[:1])
+            state.moves.use_default_path()
 
 
 def _needed_by_one(sequence: ActiveSequence, count: int, tokens_per_block: int) -> int:
@@ -90,14 +93,18 @@ def _append_to_one(state: LedgerState, sequence: ActiveSequence, appended: Seque
     if keys.num_tokens % tokens_per_block:
         last = blocks[-1]
         if last.ref_count > 1 or last.node is not None:
+            use_path_of(state.moves, sequence.request)
             make_writable(state, row, 0, len(blocks) - 1)
+            state.moves.use_default_path()
     for place in range(len(appended)):
         keys.append(appended[place])
     num_tokens = keys.num_tokens
     if len(blocks) * tokens_per_block < num_tokens:
         priority, duration = _decode_retention(sequence)
+        use_path_of(state.moves, sequence.request)
         blocks.extend(state.allocators[0].take_many((num_tokens + tokens_per_block - 1) // tokens_per_block - len(blocks), priority,
                                                     duration))
+        state.moves.use_default_path()
     sequence.computed = num_tokens - 1
 
 
@@ -319,6 +326,7 @@ def rewind(state: LedgerState, request_id: int, num_tokens: int) -> None:
     sequence.keys.truncate(left)
     sequence.computed = min(sequence.computed, left)
     sequence.valid = min(sequence.valid, sequence.computed)
+    use_path_of(state.moves, sequence.request)
     for row in sequence.rows:
         geometry = state.geometries[row.group]
         if geometry.kind == CROSS:
@@ -332,6 +340,7 @@ def rewind(state: LedgerState, request_id: int, num_tokens: int) -> None:
                 holders = _num_holders(row, last, blocks[last])
                 if holders == 1 or blocks[last].ref_count > holders:  # beams may go on sharing it until one of them writes
                     make_writable(state, row, beam, last)
+    state.moves.use_default_path()
 
 
 def _is_cut(state: LedgerState, row: SequenceRow, num_tokens: int) -> bool:

@@ -172,6 +172,7 @@ class LevelTable(SlotTable):
                 return self._swap_down(victim, backing)
             self.drop(victim)
             self.counters.dropped += 1
+            self.counters.host_dropped += 1
         return victim
 
     def _move(self, source: Block, target: Block, num_tokens: int, key: bytes) -> None:
