@@ -13,7 +13,7 @@ from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
 from kvtier.tiering.ledger.keeping import use_path_of
 from kvtier.tiering.ledger.room import require_room
-from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow, check_token
+from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow, check_token, require_no_drafts
 from kvtier.tiering.ledger.state import LedgerState
 
 NOTHING_WANTED: Final[list[set[int]]] = []
@@ -25,7 +25,7 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
     A sequence with several beams gets one token for each beam; one with one beam any number.
 
     Raises:
-        RequestError: a token outside int32, an id twice, lists of different length, not one token for each beam.
+        RequestError: a token outside int32, an id twice, lists of different length, not one token for each beam, pending drafts.
         UnknownRequest: no such sequence.
         CapacityError: too few free primary blocks; nothing was appended to anybody.
     """
@@ -40,6 +40,7 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
         appended = tokens[number]
         sequence = state.sequence(request_id)
         require_reported(sequence)
+        require_no_drafts(sequence, "append")
         for place in range(len(appended)):
             check_token(request_id, appended[place])
         batch.append(sequence)
@@ -293,10 +294,11 @@ def rewind(state: LedgerState, request_id: int, num_tokens: int) -> None:
     """Take back the last ``num_tokens`` generated tokens (rejected drafts). A block that was cut leaves the tree.
 
     Raises:
-        RequestError: more than was generated, or further back than a window or a running state can go.
+        RequestError: more than was generated, or further back than a window or a running state can go; pending drafts.
         CapacityError: the cut block is shared and no primary block is free for a private copy; nothing has changed.
     """
     sequence = state.sequence(request_id)
+    require_no_drafts(sequence, "rewind")
     generated = sequence.num_tokens - sequence.request.num_tokens
     if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or not 0 <= num_tokens <= generated:
         raise RequestError(f"request {request_id}: rewind({num_tokens!r}); it has generated {generated} tokens and the prompt stays")
