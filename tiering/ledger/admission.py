@@ -11,10 +11,10 @@ from kvtier.pools.pool_index import NVME, PRIMARY, level_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.group import CROSS, RECURRENT
 from kvtier.tiering.ledger.key import Namespace, TokenKeys
+from kvtier.tiering.ledger.node import Node, Walk
 from kvtier.tiering.ledger.prefix import usable_prefix
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.state import LedgerState
-from kvtier.tiering.ledger.tree import Node, Walk
 
 
 class AdmissionPlan:

@@ -8,12 +8,12 @@ from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.decoding import num_tail_copies
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
 from kvtier.tiering.ledger.key import BlockKey, Namespace, TokenKeys, multimodal_keys
+from kvtier.tiering.ledger.node import Walk
 from kvtier.tiering.ledger.prefix import usable_rows, walked_values
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.sequence import ActiveSequence
 from kvtier.tiering.ledger.state import LedgerState
 from kvtier.tiering.ledger.storing import warm_prefix
-from kvtier.tiering.ledger.tree import Walk
 
 
 class PrefixReuse:

@@ -9,7 +9,7 @@ from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.group import CROSS, RECURRENT
 from kvtier.tiering.ledger.ledger import Ledger
-from kvtier.tiering.ledger.tree import Node
+from kvtier.tiering.ledger.node import Node
 
 
 def verify(ledger: Ledger) -> None:

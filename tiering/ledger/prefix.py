@@ -10,9 +10,9 @@ from typing import cast
 
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupGeometry
+from kvtier.tiering.ledger.node import Walk
 from kvtier.tiering.ledger.sequence import ActiveSequence
 from kvtier.tiering.ledger.state import LedgerState
-from kvtier.tiering.ledger.tree import Walk
 
 
 def usable_prefix(state: LedgerState, walk: Walk) -> list[list[Block]]:

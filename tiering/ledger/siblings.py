@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right, insort
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from kvtier.tiering.ledger.tree import Node
+    from kvtier.tiering.ledger.node import Node
 
 BUCKET_KEYS: Final = 512
 

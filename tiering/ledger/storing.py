@@ -11,8 +11,9 @@ from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.group import FULL, RECURRENT, WINDOW, GroupSpec
 from kvtier.tiering.ledger.key import KeyRun, Namespace, TokenKeys, next_chain_key
+from kvtier.tiering.ledger.node import Node, Walk
 from kvtier.tiering.ledger.sequence import ActiveSequence
-from kvtier.tiering.ledger.tree import Node, ReuseTree, Walk
+from kvtier.tiering.ledger.tree import ReuseTree
 
 
 def storing_order(groups: list[GroupSpec]) -> list[int]:
