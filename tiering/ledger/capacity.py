@@ -51,22 +51,22 @@ class PrefixReuse:
 
 def match(state: LedgerState, request: Request) -> PrefixReuse:
     """Exact full blocks only; the last prompt token is never reused."""
-    keys = TokenKeys(request, state.tokens_per_block)
     tokens = [0] * NUM_LEVELS
+    usable = most_reusable(state, request)
+    followed = state.follow(request, usable)
+    keys = followed.keys
+    walk = followed.walk
     if not may_reuse(state, request):
         return PrefixReuse(0, 0, tuple(tokens), (0,) * len(state.groups), request, keys)
-    namespace = Namespace(state.rules.namespace_seed, request)
-    usable = most_reusable(state, request)
-    root = state.tree.find_root(namespace)
+    namespace = followed.namespace
     is_warm = state.has_warm() and namespace.is_persistent
     if state.is_single and not is_warm:
         number = referenced = 0
-        if root is not None:
-            number, referenced = _count_single(state.tree.walk(root, keys, usable), state.tokens_per_block, tokens)
+        if walk is not None:
+            number, referenced = _count_single(walk, state.tokens_per_block, tokens)
         return PrefixReuse(number, referenced, tuple(tokens), (number - referenced,), request, keys)
     values: list[list[Block | None]] = [[] for _ in state.groups]
-    if root is not None:
-        walk = state.tree.walk(root, keys, usable)
+    if walk is not None:
         values = [walked_values(walk, group) for group in range(len(state.groups))]
     if is_warm:
         _add_warm(state, namespace, keys, usable, values)
