@@ -32,7 +32,8 @@ from kvtier.tiering.statistics import LevelStats, Stats
 
 REQUIRED = inspect.Parameter.empty
 
-NAMES = {"KVCacheManager", "TierIndex", "TierWorker", "KVLayout", "LayerSpec", "TierConfig", "Request", "RetentionConfig", "TokenRange",
+NAMES = {"KVCacheManager", "TierIndex", "TierWorker", "KVLayout", "LayerSpec", "TierConfig", "Request", "RetentionConfig", "RetentionLevel",
+         "TokenRange",
          "MultimodalItem", "Level", "TransferMode", "KVTierError", "ConfigError", "RequestError", "UnknownRequest", "UnknownBlock",
          "CapacityError", "TransferError", "CorruptBlock", "LedgerError"}
 
@@ -103,7 +104,7 @@ CONSTRUCTORS: dict[Callable[..., object], dict[str, object]] = {
               "retention": None, "beam_width": 1, "max_new_tokens": 16, "num_draft_tokens": 0, "encoder_length": 0, "skip_read": False,
               "skip_write": False, "lora_digest": None, "extra_ids_digest": None, "encoder_digest": None},
     MultimodalItem: {"digest": REQUIRED, "runs": REQUIRED},
-    TokenRange: {"start": REQUIRED, "end": REQUIRED, "priority": REQUIRED, "duration_seconds": None},
+    TokenRange: {"start": REQUIRED, "end": REQUIRED, "priority": REQUIRED, "duration_seconds": None, "expires_at": None},
     RetentionConfig: {"ranges": (), "decode_priority": 35, "decode_duration_seconds": None, "transfer_mode": TransferMode.DRAM,
                       "directory": None},
     KVLayout: {"layers": REQUIRED, "dtype": "bfloat16", "tokens_per_block": 32},

@@ -9,7 +9,7 @@ from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.group import CROSS, RECURRENT
 from kvtier.tiering.ledger.ledger import Ledger
-from kvtier.tiering.ledger.tree import Node
+from kvtier.tiering.ledger.node import Node
 
 
 def verify(ledger: Ledger) -> None:
@@ -52,6 +52,8 @@ def _check_rows(ledger: Ledger, allocator: BlockAllocator) -> None:
         name = f"request {sequence.id}, group {group}"
         if row.other_beams and len(row.other_beams) != sequence.request.beam_width - 1:
             _fail(f"{name}: {len(row.other_beams) + 1} beams of {sequence.request.beam_width}")
+        if row.departed_ids and any(len(ids) != row.num_departed for ids in row.departed_ids):
+            _fail(f"{name}: all beams leave the window together")
         num_tokens = sequence.request.encoder_length if geometry.kind == CROSS else sequence.num_tokens
         for beam in range(len(row.other_beams) + 1):
             blocks = row.beam(beam)

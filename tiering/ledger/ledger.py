@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 from kvtier.errors import CapacityError, RequestError, UnknownBlock
 from kvtier.policies.eviction import NOT_QUEUED
-from kvtier.policies.retention import check_priority
+from kvtier.policies.retention import check_priority, priority_of
 from kvtier.pools.pool_index import LEVEL_NAMES, PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger import beams, decoding, drafts
 from kvtier.tiering.ledger.admission import BatchPlanner, may_reuse, may_store
@@ -250,8 +250,9 @@ class Ledger(LedgerState):
             raise UnknownBlock(f"block {block_id!r}: group {group} has blocks 0..{len(blocks) - 1}")
         return blocks[block_id]
 
-    def set_priority(self, block_id: int, priority: int, group: int = 0) -> None:
-        """Change the retention priority of an unreferenced block that holds content."""
+    def set_priority(self, block_id: int, priority: int | str, group: int = 0) -> None:
+        """Change the retention priority of an unreferenced block that holds content; a number, or a level's name."""
+        priority = priority_of("priority", priority)
         check_priority("priority", priority)
         block = self._idle(block_id, "set_priority", group)
         allocator = self.allocators[group]

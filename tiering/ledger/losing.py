@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvtier.pools.pool_index import PRIMARY, level_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
-from kvtier.tiering.ledger.keeping import take_for
+from kvtier.tiering.ledger.keeping import take_for, use_path_of
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
 from kvtier.tiering.ledger.state import LedgerState
 
@@ -37,7 +37,9 @@ def lose(state: LedgerState, group: int, block: Block) -> None:
     for sequence in state.sequences.values():
         position = _position_of(sequence.rows[group], block)
         if position >= 0:
+            use_path_of(state.moves, sequence.request)
             _fall_back(state, sequence, group, position, block)
+            state.moves.use_default_path()
     allocator.end_call()
     if block.ref_count == 0 and not allocator.is_busy(block):
         allocator.queues.claim(block)
@@ -177,4 +179,5 @@ def _start_from_kept(state: LedgerState, row: SequenceRow, position: int) -> Non
         blocks = row.beam(beam)
         if blocks[-1].id not in copied:
             copied.add(blocks[-1].id)
+            blocks[-1].generation += 1  # an earlier Move into it that fails later has nothing to do with what is there then
             state.allocators[row.group].copy(blocks[position], blocks[-1], 0)

@@ -52,6 +52,7 @@ class ActiveSequence:
         computed: leading tokens whose keys and values are there.
         prepopulated: leading tokens promised by reuse; ``valid`` is what is left of them after failed reads.
         num_prefix_blocks: leading blocks that came from reuse, the partially matched one included.
+        num_stored: no block from this position on was ever stored by this sequence.
         origin_levels: level on which each of these was found.
         must_report: ``valid`` shrank and the engine has not been told yet.
         must_preempt: a failed block could not be replaced; the engine has to remove this sequence.
@@ -70,6 +71,7 @@ class ActiveSequence:
         self.prepopulated = 0
         self.valid = 0
         self.num_prefix_blocks = 0
+        self.num_stored = 0
         self.origin_levels: list[int] = []
         self.must_report = False
         self.must_preempt = False
