@@ -251,5 +251,5 @@ def num_new_blocks(state: LedgerState, request: Request, group: int, num_matched
 def has_private_tail(state: LedgerState, request: Request, group: int) -> bool:
     """Whether the prompt's last block is unfilled, so that several beams cannot share it."""
     geometry = state.geometries[group]
-    tail = request.num_tokens + (geometry.bubble if request.num_tokens > geometry.sinks else 0)
+    tail = request.num_tokens + (geometry.bubble if request.num_tokens >= geometry.sinks else 0)  # as sinks alone fill their block
     return request.beam_width > 1 and geometry.kind != CROSS and tail % state.tokens_per_block != 0

@@ -199,6 +199,14 @@ def remaining_blocks_to_completion(state: LedgerState, request: Request | Active
     asked = request.request
     end = max(asked.num_tokens + asked.max_new_tokens, request.num_tokens)
     total = most_blocks(state, asked, end, group)
+    if kind == RECURRENT:  # of what was found again, it holds the last state only: what counts is the states that it will keep from now on
+        row = request.rows[group]
+        ahead = 1 + asked.beam_width - len({row.beam(beam)[-1].id for beam in range(len(row.other_beams) + 1)})
+        if state.reuse:
+            for position in range(len(row.blocks) - 1, end // state.tokens_per_block):
+                if state.geometries[group].keeps_state(position, asked.num_tokens):
+                    ahead += 1
+        return min(ahead, max(total - held_blocks(request, group), 0))
     if kind != WINDOW:
         return max(total - held_blocks(request, group), 0)
     left = max(total - _exclusive_blocks(request, group), 0)

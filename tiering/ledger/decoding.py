@@ -348,7 +348,7 @@ def rewind(state: LedgerState, request_id: int, num_tokens: int) -> None:
 
 def _is_cut(state: LedgerState, row: SequenceRow, num_tokens: int) -> bool:
     geometry = state.geometries[row.group]
-    return (num_tokens + (geometry.bubble if num_tokens > geometry.sinks else 0)) % state.tokens_per_block != 0
+    return (num_tokens + (geometry.bubble if num_tokens >= geometry.sinks else 0)) % state.tokens_per_block != 0
 
 
 def _num_holders(row: SequenceRow, position: int, block: Block) -> int:
