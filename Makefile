@@ -31,10 +31,19 @@ types: $(READY)
 	$(BIN)/python scripts/stage.py
 	cd build/typed && $(BIN)/mypy --config-file ../../pyproject.toml -p kvtier
 
-# The pure rooms as extension modules (needs a C compiler). Everything else in the folder is the same Python.
-compiled: $(READY)
-	rm -rf $(COMPILED) build/lib* build/bdist*
-	KVTIER_COMPILE=1 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(COMPILED) .
+# Both wheels: one with the pure rooms as extension modules for this Python and platform (needs a C compiler), and one of Python
+# alone, which runs everywhere. Everything else in them is the same.
+wheel: $(READY)
+	rm -rf dist build/lib* build/bdist*
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf build/lib* build/bdist*
+	KVTIER_COMPILE=1 $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*-none-any.whl dist/*-cp*.whl
+
+# The compiled wheel, unpacked.
+compiled: wheel
+	rm -rf $(COMPILED)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(COMPILED) dist/*-cp*.whl
 
 test-compiled: compiled
 	PYTHONPATH=$(COMPILED) $(BIN)/python scripts/check_compiled.py $(COMPILED)
@@ -45,13 +54,14 @@ LEDGER_PYTHON ?= $(BIN)/python
 bench-ledger: compiled
 	PYTHONPATH=$(COMPILED) $(LEDGER_PYTHON) -m kvtier.cli bench ledger $(ARGS)
 
+# The random machines over the ledger of every layout, much longer than in the tests: a million steps take about an hour.
+STEPS ?= 1000000
+fuzz-ledger: $(READY)
+	LEDGER_FUZZ_STEPS=$(STEPS) $(BIN)/python -m pytest tests/tiering/ledger/test_groups_properties.py --timeout=0 $(ARGS)
+
 # For a machine with a GPU that has torch, triton and cupy already; installs nothing, so it takes the system's Python.
 test-gpu:
 	PYTHONPATH="$$($(PYTHON) scripts/stage.py)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) scripts/test_gpu.py $(ARGS)
-
-wheel: $(READY)
-	rm -rf build/lib* build/bdist*
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf build dist *.egg-info

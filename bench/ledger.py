@@ -115,6 +115,7 @@ def _match(name: str, plan: LedgerPlan, every: int, forms: tuple[str, ...], with
 def _insert(plan: LedgerPlan, with_vllm: bool) -> Workload:
     name, tokens, inserts = "ledger/W2", plan.insert_tokens, plan.inserts
     sides: dict[str, Side] = {name: Insert(tokens, BUFFER, inserts), f"{name}/list": Insert(tokens, LIST, inserts),
+                              f"{name}/events-read": Insert(tokens, BUFFER, inserts, read=True),
                               f"{name}/events-off": Insert(tokens, BUFFER, inserts, events=False)}
     peers = {}
     if with_vllm:
@@ -129,6 +130,7 @@ def _evict(name: str, plan: LedgerPlan, pool: int, with_vllm: bool) -> Callable[
     def make() -> Workload:
         tokens, inserts = plan.insert_tokens, plan.inserts
         dropped: dict[str, Side] = {name: Evict(tokens, inserts, pool, pool, offload=False),
+                                    f"{name}/events-read": Evict(tokens, inserts, pool, pool, offload=False, read=True),
                                     f"{name}/events-off": Evict(tokens, inserts, pool, pool, offload=False, events=False)}
         sides = dropped | {f"{name}/offload": Evict(tokens, inserts, pool, pool, offload=True)}
         peers = {}
@@ -142,9 +144,9 @@ def _evict(name: str, plan: LedgerPlan, pool: int, with_vllm: bool) -> Callable[
 
 
 def _insert_peers(name: str, rows: list[str]) -> dict[str, dict[str, str]]:
-    """vLLM as it comes, which is without events; rows with events are held against vLLM with events as well."""
+    """vLLM as it comes, which is without events; where events are read, vLLM with events as well, which makes them whole at once."""
     plain, events = {VLLM: f"{name}/vllm"}, {f"{VLLM}-events": f"{name}/vllm-events"}
-    return {row: plain if row.endswith("/events-off") else plain | events for row in rows}
+    return {row: plain | events if row.endswith("/events-read") else plain for row in rows}
 
 
 def _decode(plan: LedgerPlan, with_vllm: bool) -> Workload:

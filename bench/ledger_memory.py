@@ -33,7 +33,7 @@ def bytes_per_block(num_blocks: int, who: str) -> float:
     command = [sys.executable, "-m", "kvtier.bench.ledger_memory", str(num_blocks), who]
     found = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
     if found.returncode or not found.stdout.strip():
-        raise KVTierError(f"{' '.join(command[1:])} failed: {found.stderr.strip().splitlines()[-1:] or found.returncode}")
+        raise KVTierError(f"{' '.join(command[1:])} ended with {found.returncode}: {found.stderr.strip()[-400:] or 'no word'}")
     return float(found.stdout.split()[-1])
 
 
@@ -84,4 +84,7 @@ def _settled() -> int:
 
 
 if __name__ == "__main__":
-    print(grown_by(int(sys.argv[1]), sys.argv[2]) / int(sys.argv[1]))
+    try:
+        print(grown_by(int(sys.argv[1]), sys.argv[2]) / int(sys.argv[1]))
+    except KVTierError as error:
+        sys.exit(str(error))

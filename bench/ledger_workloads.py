@@ -105,14 +105,18 @@ class Compare(Side):
 
 
 class Insert(Side):
-    """Admit, compute and store new prompts into a pool that is free (W2), made anew for every turn."""
+    """Admit, compute and store new prompts into a pool that is free (W2), made anew for every turn.
 
-    def __init__(self, num_tokens: int, form: str, inserts: int, events: bool = True) -> None:
+    What an event tells is made when somebody asks for its ``data``; ``read`` does, for every event.
+    """
+
+    def __init__(self, num_tokens: int, form: str, inserts: int, events: bool = True, read: bool = False) -> None:
         super().__init__(inserts)
         self._inserts = inserts
         self._num_tokens = num_tokens
         self._form = form
         self._events = events
+        self._read = read
         self._prompts = Prompts(2)
         self.ledger = self._fresh()
         self._tokens: list[Tokens] = []
@@ -132,7 +136,10 @@ class Insert(Side):
             ledger.mark_computed(number, request.num_tokens)
             ledger.remove_sequence(number, True)
             self._moves += ledger.moves.take()
-            self._batches.append(ledger.events.flush())
+            batch = ledger.events.flush()
+            self._batches.append(batch)
+            if self._read:
+                self._told += [event.data for event in batch]
 
     def check(self) -> None:
         self._check_stored()
@@ -151,6 +158,7 @@ class Insert(Side):
         self._tokens = [self._prompts.new(self._num_tokens) for _ in range(self._inserts)]
         self._given = [tokens.tolist() if self._form == LIST else tokens for tokens in self._tokens]
         self._batches = []
+        self._told: list[object] = []
         self._moves = []
 
     def _check_stored(self) -> None:
@@ -168,11 +176,12 @@ class Evict(Insert):
     The content is dropped, or goes down to a secondary level that is full too and drops its coldest.
     """
 
-    def __init__(self, num_tokens: int, inserts: int, pool: int, lower: int, offload: bool, events: bool = True) -> None:
+    def __init__(self, num_tokens: int, inserts: int, pool: int, lower: int, offload: bool, events: bool = True,
+                 read: bool = False) -> None:
         self._pool_blocks = pool
         self._lower = lower
         self._offload = offload
-        super().__init__(num_tokens, BUFFER, inserts, events)
+        super().__init__(num_tokens, BUFFER, inserts, events, read)
         each = blocks_of(num_tokens)
         kept = pool + (lower if offload else 0)
         for number in range(-(-kept // each)):

@@ -56,7 +56,7 @@ class QueueRecord:
 
     @property
     def duration(self) -> float:
-        """Seconds from release until the priority falls back to 35; 0.0 = for ever."""
+        """Seconds from release until the priority falls back to 35; 0.0 = for ever; -t = until t, on the clock of release()."""
         extra = self.extra
         return 0.0 if extra is None else extra.duration
 
@@ -159,8 +159,10 @@ class EvictionQueues:
         self.note_use(record)
         extra = record.extra
         if extra is not None:
-            has_duration = extra.duration > 0.0 and record.priority != DEFAULT_PRIORITY
-            extra.expires_at = now + extra.duration if has_duration else 0.0
+            if extra.duration == 0.0 or record.priority == DEFAULT_PRIORITY:
+                extra.expires_at = 0.0
+            else:
+                extra.expires_at = now + extra.duration if extra.duration > 0.0 else -extra.duration
 
     def note_use(self, record: QueueRecord) -> None:
         """Most recently used from now on, without a release: what is left of its duration stays."""

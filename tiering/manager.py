@@ -18,6 +18,7 @@ from kvtier.pools.layout import KVLayout
 from kvtier.tiering import arguments, block_access
 from kvtier.tiering.block_access import BlockView
 from kvtier.tiering.config import TierConfig
+from kvtier.tiering.drafting import Drafting
 from kvtier.tiering.handles import Admission, Lease
 from kvtier.tiering.ledger.key import next_chain_key
 from kvtier.tiering.ledger.ledger import Inbound
@@ -25,13 +26,12 @@ from kvtier.tiering.ledger.request import Request, token_bytes
 from kvtier.tiering.ledger.truncating import truncate
 from kvtier.tiering.not_included import NotIncludedYet
 from kvtier.tiering.planning import Planning, as_request
-from kvtier.tiering.readiness import Readiness
 from kvtier.types import TransferMode
 
 STEP_TIMEOUT: Final = 60.0  # seconds a step waits for copies between memories, which take milliseconds
 
 
-class KVCacheManager(Readiness, Planning, NotIncludedYet):
+class KVCacheManager(Drafting, Planning, NotIncludedYet):
     """KV cache of one model on three levels.
 
     Args:
@@ -250,7 +250,7 @@ class KVCacheManager(Readiness, Planning, NotIncludedYet):
         with self.locked() as ledger:
             return truncate(ledger, request, keep_tokens)
 
-    def set_priority(self, block_id: int, priority: int, group: int = 0) -> None:
+    def set_priority(self, block_id: int, priority: int | str, group: int = 0) -> None:
         """Change the priority of an unreferenced block with content."""
         self._check_group(group)
         with self.locked() as ledger:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         UnknownBlock,
         UnknownRequest,
     )
-    from kvtier.policies.retention import RetentionConfig, TokenRange
+    from kvtier.policies.retention import RetentionConfig, RetentionLevel, TokenRange
     from kvtier.pools.layout import KVLayout, LayerSpec
     from kvtier.tiering.config import TierConfig
     from kvtier.tiering.ledger.request import MultimodalItem, Request
@@ -33,7 +33,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "kvtier.errors": ("CapacityError", "ConfigError", "CorruptBlock", "KVTierError", "LedgerError", "RequestError", "TransferError",
                       "UnknownBlock", "UnknownRequest"),
-    "kvtier.policies.retention": ("RetentionConfig", "TokenRange"),
+    "kvtier.policies.retention": ("RetentionConfig", "RetentionLevel", "TokenRange"),
     "kvtier.pools.layout": ("KVLayout", "LayerSpec"),
     "kvtier.tiering.config": ("TierConfig",),
     "kvtier.tiering.ledger.request": ("MultimodalItem", "Request"),
@@ -45,7 +45,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "CapacityError", "ConfigError", "CorruptBlock", "KVCacheManager", "KVLayout", "KVTierError", "LayerSpec", "LedgerError", "Level",
-    "MultimodalItem", "Request", "RequestError", "RetentionConfig", "TierConfig", "TierIndex", "TierWorker", "TokenRange",
+    "MultimodalItem", "Request", "RequestError", "RetentionConfig", "RetentionLevel", "TierConfig", "TierIndex", "TierWorker", "TokenRange",
     "TransferError", "TransferMode", "UnknownBlock", "UnknownRequest",
 ]
 

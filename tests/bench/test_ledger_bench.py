@@ -25,8 +25,9 @@ TINY = LedgerPlan(rounds=3, seconds=30.0, match_tokens=1024, branch_every=4, ins
                   decode_sequences=4, decode_tokens=40, decode_steps=40, users=3, history=200, added=40, turns=2, host_blocks=64,
                   growth=(32, 64), memory_blocks=512, siblings=(2, 8))
 ROWS = ["ledger/W1", "ledger/W1/ready", "ledger/W1/list", "ledger/W1S", "ledger/W1S/ready", "ledger/W2", "ledger/W2/list",
-        "ledger/W2/events-off", "ledger/W3", "ledger/W3/events-off", "ledger/W3/offload", "ledger/W3/64", "ledger/W3/64/events-off",
-        "ledger/W3/64/offload", "ledger/W4", "ledger/W5", "ledger/W6", "ledger/growth/32", "ledger/growth/64", "ledger/growth/ratio",
+        "ledger/W2/events-read", "ledger/W2/events-off", "ledger/W3", "ledger/W3/events-read", "ledger/W3/events-off",
+        "ledger/W3/offload", "ledger/W3/64", "ledger/W3/64/events-read", "ledger/W3/64/events-off", "ledger/W3/64/offload",
+        "ledger/W4", "ledger/W5", "ledger/W6", "ledger/growth/32", "ledger/growth/64", "ledger/growth/ratio",
         "ledger/growth/siblings/2", "ledger/growth/siblings/8", "ledger/growth/siblings/ratio", "ledger/growth/bytes-per-block"]
 
 
@@ -204,6 +205,6 @@ def test_vllm_beside_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("ledger/W1", "ledger/W1S", "ledger/W2", "ledger/W3", "ledger/W4", "ledger/W5", "ledger/growth/64"):
         assert rows[name]["peers"]["vllm"] > 0.0
         assert rows[f"{name}/vllm"]["median"] > 0.0
-    assert set(rows["ledger/W2"]["peers"]) == {"vllm", "vllm-events"}
+    assert set(rows["ledger/W2/events-read"]["peers"]) == {"vllm", "vllm-events"}
     assert set(rows["ledger/W6"]["peers"]) == {"vllm-lru", "vllm-arc"}
     assert rows["ledger/W3/offload"]["peers"] == {}

@@ -32,7 +32,8 @@ from kvtier.tiering.statistics import LevelStats, Stats
 
 REQUIRED = inspect.Parameter.empty
 
-NAMES = {"KVCacheManager", "TierIndex", "TierWorker", "KVLayout", "LayerSpec", "TierConfig", "Request", "RetentionConfig", "TokenRange",
+NAMES = {"KVCacheManager", "TierIndex", "TierWorker", "KVLayout", "LayerSpec", "TierConfig", "Request", "RetentionConfig", "RetentionLevel",
+         "TokenRange",
          "MultimodalItem", "Level", "TransferMode", "KVTierError", "ConfigError", "RequestError", "UnknownRequest", "UnknownBlock",
          "CapacityError", "TransferError", "CorruptBlock", "LedgerError"}
 
@@ -51,6 +52,11 @@ METHODS: dict[str, dict[str, object]] = {
     "append_tokens": {"request_id": REQUIRED, "tokens": REQUIRED},
     "append_step": {"ids": REQUIRED, "tokens": REQUIRED},
     "reorder_beams": {"request_id": REQUIRED, "parents": REQUIRED},
+    "propose_drafts": {"request_id": REQUIRED, "tokens": REQUIRED, "parents": REQUIRED},
+    "draft_table": {"request_id": REQUIRED},
+    "draft_positions": {"request_id": REQUIRED},
+    "accept_drafts": {"request_id": REQUIRED, "nodes": REQUIRED},
+    "drop_drafts": {"request_id": REQUIRED},
     "store_context": {"request_id": REQUIRED},
     "remove_sequence": {"request_id": REQUIRED, "store": True},
     "block_ids": {"request_id": REQUIRED, "beam": 0, "group": 0},
@@ -98,7 +104,7 @@ CONSTRUCTORS: dict[Callable[..., object], dict[str, object]] = {
               "retention": None, "beam_width": 1, "max_new_tokens": 16, "num_draft_tokens": 0, "encoder_length": 0, "skip_read": False,
               "skip_write": False, "lora_digest": None, "extra_ids_digest": None, "encoder_digest": None},
     MultimodalItem: {"digest": REQUIRED, "runs": REQUIRED},
-    TokenRange: {"start": REQUIRED, "end": REQUIRED, "priority": REQUIRED, "duration_seconds": None},
+    TokenRange: {"start": REQUIRED, "end": REQUIRED, "priority": REQUIRED, "duration_seconds": None, "expires_at": None},
     RetentionConfig: {"ranges": (), "decode_priority": 35, "decode_duration_seconds": None, "transfer_mode": TransferMode.DRAM,
                       "directory": None},
     KVLayout: {"layers": REQUIRED, "dtype": "bfloat16", "tokens_per_block": 32},

@@ -11,10 +11,10 @@ from kvtier.pools.pool_index import NVME, PRIMARY, level_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.group import CROSS, RECURRENT
 from kvtier.tiering.ledger.key import Namespace, TokenKeys
+from kvtier.tiering.ledger.node import Node, Walk
 from kvtier.tiering.ledger.prefix import usable_prefix
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.state import LedgerState
-from kvtier.tiering.ledger.tree import Node, Walk
 
 
 class AdmissionPlan:
@@ -23,6 +23,7 @@ class AdmissionPlan:
     Attributes:
         rows: by group, the handles of full blocks found in the tree, placeholders where the group needs none.
         num_matched: how many positions these are, the same for every group but cross-attention.
+        is_primary: whether all of these are on the primary level, so that nobody need look.
         partial: by group, the handles whose first ``partial_tokens`` tokens equal the prompt's next ones; empty without any.
         in_place: whether the partially matched blocks are taken over; otherwise they are copied.
         external_tokens: tokens behind the reused ones that the engine can load from elsewhere.
@@ -34,6 +35,7 @@ class AdmissionPlan:
         self.namespace = namespace
         self.rows: list[list[Block]] = [[] for _ in range(num_groups)]
         self.num_matched = 0
+        self.is_primary = True
         self.partial: list[Block] = []
         self.partial_tokens = 0
         self.in_place = False
@@ -55,24 +57,25 @@ class BatchPlanner:
     def __init__(self, state: LedgerState) -> None:
         self.state = state
         self.plans: list[AdmissionPlan] = []
-
         self._in_place: dict[int, AdmissionPlan] = {}  # by the id in the leading group, whose handle stands for its place
 
-    def plan(self, request: Request, keys: TokenKeys, namespace: Namespace) -> None:
+    def plan(self, request: Request) -> None:
         """Match one request. Its last prompt token is never matched: somebody has to compute the first logits."""
         state = self.state
-        plan = AdmissionPlan(request, keys, namespace, len(state.groups))
-        self.plans.append(plan)
-        if not may_reuse(state, request):
-            return
-        root = state.tree.find_root(namespace)
-        if root is None:
-            return
         usable = most_reusable(state, request)
-        walk = state.tree.walk(root, keys, usable)
+        followed = state.follow(request, usable)
+        walk = followed.walk
+        plan = AdmissionPlan(request, followed.keys, followed.namespace, len(state.groups))
+        self.plans.append(plan)
+        if walk is None or not may_reuse(state, request):
+            return
         if walk.num_blocks:
             plan.rows = usable_prefix(state, walk)
             plan.num_matched = len(plan.rows[state.leading_group])
+            for node in walk.nodes:
+                for lower in node.lower:
+                    if lower > 0:
+                        plan.is_primary = False
             if self._in_place:
                 for block in plan.rows[state.leading_group]:
                     self._bump(block)
@@ -246,5 +249,5 @@ def num_new_blocks(state: LedgerState, request: Request, group: int, num_matched
 def has_private_tail(state: LedgerState, request: Request, group: int) -> bool:
     """Whether the prompt's last block is unfilled, so that several beams cannot share it."""
     geometry = state.geometries[group]
-    tail = request.num_tokens + (geometry.bubble if request.num_tokens > geometry.sinks else 0)
+    tail = request.num_tokens + (geometry.bubble if request.num_tokens >= geometry.sinks else 0)  # as sinks alone fill their block
     return request.beam_width > 1 and geometry.kind != CROSS and tail % state.tokens_per_block != 0

@@ -15,9 +15,10 @@ from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.file_level import FileLevel
 from kvtier.tiering.ledger.moves import MoveLog
+from kvtier.tiering.ledger.node import Node
 from kvtier.tiering.ledger.rules import TierRules
 from kvtier.tiering.ledger.stats import LedgerCounters
-from kvtier.tiering.ledger.tree import Node, ReuseTree
+from kvtier.tiering.ledger.tree import ReuseTree
 
 
 class BlockAllocator(FileLevel):
@@ -41,7 +42,7 @@ class BlockAllocator(FileLevel):
         block = self._vacate_front()
         block.generation += 1
         block.priority = priority
-        if duration > 0.0 or block.extra is not None:
+        if duration != 0.0 or block.extra is not None:
             block.duration = duration
             block.expires_at = 0.0
         return block
@@ -69,7 +70,7 @@ class BlockAllocator(FileLevel):
             block.generation += 1
             block.priority = priority
             block.ref_count = 1
-            if duration > 0.0 or block.extra is not None:
+            if duration != 0.0 or block.extra is not None:
                 block.duration = duration
                 block.expires_at = 0.0
         return taken

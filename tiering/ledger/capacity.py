@@ -8,12 +8,12 @@ from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.decoding import num_tail_copies
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
 from kvtier.tiering.ledger.key import BlockKey, Namespace, TokenKeys, multimodal_keys
+from kvtier.tiering.ledger.node import Walk
 from kvtier.tiering.ledger.prefix import usable_rows, walked_values
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.sequence import ActiveSequence
 from kvtier.tiering.ledger.state import LedgerState
 from kvtier.tiering.ledger.storing import warm_prefix
-from kvtier.tiering.ledger.tree import Walk
 
 
 class PrefixReuse:
@@ -23,17 +23,22 @@ class PrefixReuse:
         reusable_blocks: full blocks of the prompt that are stored, on any level, and that every group can serve.
         referenced_blocks: those of them that active sequences hold in every group that needs them: they cost no free block.
         tokens_by_level: tokens of the reusable blocks by level (primary, secondary, NVMe); where groups differ, the slowest counts.
-        first_new_key: key of the first block that would have to be computed; None when every full block is stored.
-        unreferenced_by_group: reusable blocks that the group needs and nobody holds: each takes a free primary block.
+        unreferenced_by_group: reusable blocks that the group needs and nobody holds on the primary level: each takes a free block there.
     """
 
     def __init__(self, reusable_blocks: int, referenced_blocks: int, tokens_by_level: tuple[int, ...],
-                 first_new_key: BlockKey | None, unreferenced_by_group: tuple[int, ...]) -> None:
+                 unreferenced_by_group: tuple[int, ...], request: Request, keys: TokenKeys) -> None:
         self.reusable_blocks = reusable_blocks
         self.referenced_blocks = referenced_blocks
         self.tokens_by_level = tokens_by_level
-        self.first_new_key = first_new_key
         self.unreferenced_by_group = unreferenced_by_group
+        self._request = request
+        self._keys = keys
+
+    @property
+    def first_new_key(self) -> BlockKey | None:
+        """Key of the first block that would have to be computed; None when every full block is stored. Made when asked for."""
+        return _key_of(self._request, self._keys, self.reusable_blocks)
 
     @property
     def reusable_tokens(self) -> int:
@@ -46,22 +51,22 @@ class PrefixReuse:
 
 def match(state: LedgerState, request: Request) -> PrefixReuse:
     """Exact full blocks only; the last prompt token is never reused."""
-    keys = TokenKeys(request, state.tokens_per_block)
     tokens = [0] * NUM_LEVELS
-    if not may_reuse(state, request):
-        return PrefixReuse(0, 0, tuple(tokens), _key_of(request, keys, 0), (0,) * len(state.groups))
-    namespace = Namespace(state.rules.namespace_seed, request)
     usable = most_reusable(state, request)
-    root = state.tree.find_root(namespace)
-    is_warm = namespace.is_persistent and any(allocator.warm for allocator in state.allocators)
+    followed = state.follow(request, usable)
+    keys = followed.keys
+    walk = followed.walk
+    if not may_reuse(state, request):
+        return PrefixReuse(0, 0, tuple(tokens), (0,) * len(state.groups), request, keys)
+    namespace = followed.namespace
+    is_warm = state.has_warm() and namespace.is_persistent
     if state.is_single and not is_warm:
         number = referenced = 0
-        if root is not None:
-            number, referenced = _count_single(state.tree.walk(root, keys, usable), state.tokens_per_block, tokens)
-        return PrefixReuse(number, referenced, tuple(tokens), _key_of(request, keys, number), (number - referenced,))
+        if walk is not None:
+            number, referenced = _count_single(walk, state.tokens_per_block, tokens)
+        return PrefixReuse(number, referenced, tuple(tokens), (number - referenced,), request, keys)
     values: list[list[Block | None]] = [[] for _ in state.groups]
-    if root is not None:
-        walk = state.tree.walk(root, keys, usable)
+    if walk is not None:
         values = [walked_values(walk, group) for group in range(len(state.groups))]
     if is_warm:
         _add_warm(state, namespace, keys, usable, values)
@@ -80,13 +85,13 @@ def _summary(state: LedgerState, request: Request, keys: TokenKeys, rows: list[l
             level = level_of(block.index)
             if level > levels[position]:
                 levels[position] = level
-            if block.ref_count == 0:
+            if block.ref_count == 0 or level != PRIMARY:  # a lease may hold a lower block, which still has to come up
                 unreferenced[group] += 1
                 is_held[position] = False
     tokens = [0] * NUM_LEVELS
     for level in levels:
         tokens[level] += state.tokens_per_block
-    return PrefixReuse(number, sum(is_held), tuple(tokens), _key_of(request, keys, number), tuple(unreferenced))
+    return PrefixReuse(number, sum(is_held), tuple(tokens), tuple(unreferenced), request, keys)
 
 
 def _count_single(walk: Walk, tokens_per_block: int, tokens: list[int]) -> tuple[int, int]:
@@ -94,8 +99,10 @@ def _count_single(walk: Walk, tokens_per_block: int, tokens: list[int]) -> tuple
     number = 0
     referenced = 0
     blocks = [0] * NUM_LEVELS
-    for node, count in zip(walk.nodes, walk.counts, strict=True):
-        if count == node.length == node.present[0] and node.lower[0] == 0:  # the rule: nothing to look at one by one
+    for step in range(len(walk.nodes)):
+        node = walk.nodes[step]
+        count = walk.counts[step]
+        if count == node.length and count == node.present[0] and node.lower[0] == 0:  # the rule: nothing to look at one by one
             blocks[PRIMARY] += count
             referenced += node.held[0]
             number += count
@@ -106,8 +113,9 @@ def _count_single(walk: Walk, tokens_per_block: int, tokens: list[int]) -> tuple
             if block is None:
                 count = -1
                 break
-            blocks[level_of(block.index)] += 1
-            if block.ref_count > 0:
+            level = level_of(block.index)
+            blocks[level] += 1
+            if block.ref_count > 0 and level == PRIMARY:  # a lease may hold a lower block, which still has to come up
                 referenced += 1
             number += 1
         if count < 0:
@@ -173,17 +181,39 @@ def remaining_blocks_to_completion(state: LedgerState, request: Request | Active
     """Primary blocks of a group from now until ``max_new_tokens`` are generated. Admitting no more requests than there are free
     blocks for guarantees that all complete. A new request subtracts stored blocks as in :func:`needed_blocks_one_step`."""
     state.check_group(group)
+    kind = state.geometries[group].kind
     if isinstance(request, Request):
         reuse = match(state, request)
         total = most_blocks(state, request, request.num_tokens + request.max_new_tokens, group)
-        saved = 0
-        if state.geometries[group].kind != CROSS:
-            whole = num_new_blocks(state, request, group, 0)
-            saved = whole - num_new_blocks(state, request, group, reuse.reusable_blocks) - reuse.unreferenced_by_group[group]
+        if kind == CROSS:
+            return total
+        matched = reuse.reusable_blocks
+        saved = num_new_blocks(state, request, group, 0) - num_new_blocks(state, request, group, matched)
+        saved -= reuse.unreferenced_by_group[group]
+        if kind == WINDOW and matched:
+            # What leaves the window is free for the next block only if nobody else holds it: from now on not what both share, for
+            # this request and for the other one.
+            whole = _whole_blocks(state, request, request.num_tokens + request.max_new_tokens, group)
+            return min(total, whole - saved) + min(saved, most_blocks(state, request, request.num_tokens, group))
         return max(total - saved, 0)
     asked = request.request
-    total = most_blocks(state, asked, max(asked.num_tokens + asked.max_new_tokens, request.num_tokens), group)
-    return max(total - held_blocks(request, group), 0)
+    end = max(asked.num_tokens + asked.max_new_tokens, request.num_tokens)
+    total = most_blocks(state, asked, end, group)
+    if kind == RECURRENT:  # of what was found again, it holds the last state only: what counts is the states that it will keep from now on
+        row = request.rows[group]
+        ahead = 1 + asked.beam_width - len({row.beam(beam)[-1].id for beam in range(len(row.other_beams) + 1)})
+        if state.reuse:
+            for position in range(len(row.blocks) - 1, end // state.tokens_per_block):
+                if state.geometries[group].keeps_state(position, asked.num_tokens):
+                    ahead += 1
+        return min(ahead, max(total - held_blocks(request, group), 0))
+    if kind != WINDOW:
+        return max(total - held_blocks(request, group), 0)
+    left = max(total - _exclusive_blocks(request, group), 0)
+    if asked.beam_width > 1:
+        return left
+    geometry = state.geometries[group]
+    return min(left, geometry.num_blocks(end) - geometry.num_blocks(request.num_tokens) + num_tail_copies(state, request, group))
 
 
 def most_blocks(state: LedgerState, request: Request, num_tokens: int, group: int) -> int:
@@ -199,14 +229,36 @@ def most_blocks(state: LedgerState, request: Request, num_tokens: int, group: in
                 if geometry.keeps_state(position, request.num_tokens):
                     kept += 1
         return kept + beams + 1  # one more while a kept state is copied on
-    prompt = geometry.num_blocks(request.num_tokens)
-    shared = request.num_tokens // state.tokens_per_block
-    total = geometry.num_blocks(num_tokens)
-    if geometry.kind == WINDOW and state.rules.chunk_size:
-        # The whole prompt is there at once; from the first generated token on, only what the window reads.
-        at_once = max(state.rules.chunk_size, request.num_draft_tokens + 1)
-        total = max(prompt, min(total, geometry.num_blocks(geometry.window + at_once) + 1))
-    return shared + (total - shared) * beams if total > shared else total
+    whole = _whole_blocks(state, request, num_tokens, group)
+    if geometry.kind != WINDOW or not state.rules.chunk_size:
+        return whole
+    # The whole prompt is there at once; from the first generated token on, only what the window reads. What beams share of it are
+    # the sinks at least, and the rest of the prompt as long as it has not left the window.
+    at_once = max(state.rules.chunk_size, request.num_draft_tokens + 1)
+    held = min(geometry.num_blocks(num_tokens), geometry.num_blocks(geometry.window + at_once) + 1)
+    full = geometry.num_full_blocks(request.num_tokens)
+    shared = min(full, held)
+    if num_tokens > request.num_tokens:
+        shared = min(shared, max(full - geometry.num_departed(num_tokens), min(full, geometry.num_sink_blocks)))
+    return min(whole, max(_whole_blocks(state, request, request.num_tokens, group), shared + (held - shared) * beams))
+
+
+def _whole_blocks(state: LedgerState, request: Request, num_tokens: int, group: int) -> int:
+    """Blocks of a group that ``num_tokens`` tokens take, out of the window or not, over all beams: they share what the prompt fills."""
+    geometry = state.geometries[group]
+    shared = min(geometry.num_full_blocks(request.num_tokens), geometry.num_blocks(num_tokens))
+    return shared + (geometry.num_blocks(num_tokens) - shared) * request.beam_width
+
+
+def _exclusive_blocks(sequence: ActiveSequence, group: int) -> int:
+    """Primary blocks of a group that nobody holds but this sequence's beams."""
+    row = sequence.rows[group]
+    references: dict[int, int] = {}
+    for beam in range(len(row.other_beams) + 1):
+        for block in row.beam(beam):
+            if block.id >= 0:
+                references[block.id] = references.get(block.id, block.ref_count) - 1
+    return sum(1 for left in references.values() if left == 0)
 
 
 def held_blocks(sequence: ActiveSequence, group: int) -> int:

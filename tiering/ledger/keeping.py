@@ -7,6 +7,7 @@ from typing import Final
 from kvtier.policies.retention import DEFAULT_PRIORITY, RetentionConfig
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.file_level import ALREADY_EXPIRED
 from kvtier.tiering.ledger.moves import MoveLog
 from kvtier.tiering.ledger.request import Request
 
@@ -23,7 +24,7 @@ def use_path_of(moves: MoveLog, request: Request) -> None:
 def take_for(allocator: BlockAllocator, request: Request, position: int, priority: int = DEFAULT_PRIORITY, duration: float = 0.0) -> Block:
     """A referenced primary block for the prompt block at ``position``, with the request's retention or else the given one."""
     block = allocator.take(DEFAULT_PRIORITY, 0.0)
-    set_retention(allocator.tokens_per_block, request, position, block, priority, duration)
+    set_retention(allocator, request, position, block, priority, duration)
     block.ref_count = 1
     return block
 
@@ -37,8 +38,9 @@ def take_run_for(allocator: BlockAllocator, request: Request, first: int, end: i
     position = first
     while position < end:
         until = min(_end_of_run(retention, position, allocator.tokens_per_block), end)
-        priority, duration = retention.for_position(position * allocator.tokens_per_block)
-        taken.extend(allocator.take_many(until - position, DEFAULT_PRIORITY if priority is None else priority, duration or 0.0))
+        priority, lifetime = retention.for_position(position * allocator.tokens_per_block)
+        duration = duration_of(allocator, lifetime)
+        taken.extend(allocator.take_many(until - position, DEFAULT_PRIORITY if priority is None else priority, duration))
         position = until
     return taken
 
@@ -55,26 +57,28 @@ def _end_of_run(retention: RetentionConfig, position: int, tokens_per_block: int
     return (end + tokens_per_block - 1) // tokens_per_block
 
 
-def set_retention(tokens_per_block: int, request: Request, position: int, block: Block, priority: int, duration: float) -> None:
+def set_retention(allocator: BlockAllocator, request: Request, position: int, block: Block, priority: int, duration: float) -> None:
     """Retention of a block that is in no queue and in no tree; ``priority`` and ``duration`` apply where the request says nothing."""
     asked: int | None = None
-    asked_duration: float | None = None
+    lifetime: float | None = None
     if request.retention is not None:
-        asked, asked_duration = request.retention.for_position(position * tokens_per_block)
+        asked, lifetime = request.retention.for_position(position * allocator.tokens_per_block)
     block.priority = priority if asked is None else asked
-    block.duration = duration if asked is None else asked_duration or 0.0
+    block.duration = duration if asked is None else duration_of(allocator, lifetime)
     block.expires_at = 0.0
 
 
 def apply_retention(allocator: BlockAllocator, request: Request, position: int, block: Block) -> None:
-    """A match may raise or lower the priority of what it matched; a duration is always replaced."""
+    """A match may raise or lower the priority of what it matched. A duration is always replaced; a moment at which the priority ends
+    only by a request that says something else about the block."""
     priority: int | None = None
-    duration: float | None = None
+    lifetime: float | None = None
     if request.retention is not None:
-        priority, duration = request.retention.for_position(position * allocator.tokens_per_block)
+        priority, lifetime = request.retention.for_position(position * allocator.tokens_per_block)
     if priority is not None:
         change_priority(allocator, block, priority)
-    block.duration = duration or 0.0
+    if priority is not None or block.duration > 0.0:
+        block.duration = duration_of(allocator, lifetime)
     block.expires_at = 0.0
 
 
@@ -87,8 +91,15 @@ def apply_retention_to_row(allocator: BlockAllocator, request: Request, row: lis
         return
     for block in row:
         if block.extra is not None:  # otherwise it has no duration
-            block.duration = 0.0
+            block.duration = min(block.duration, 0.0)
             block.expires_at = 0.0
+
+
+def duration_of(allocator: BlockAllocator, lifetime: float | None) -> float:
+    """A range's lifetime as queues count it: wall-clock moments (negative) on the clock of releases, where 0.0 means for ever."""
+    if lifetime is None:
+        return 0.0
+    return lifetime if lifetime > 0.0 else -max(-lifetime - allocator.wall_clock_offset, ALREADY_EXPIRED)
 
 
 def change_priority(allocator: BlockAllocator, block: Block, priority: int) -> None:

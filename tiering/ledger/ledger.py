@@ -11,16 +11,16 @@ from typing import Any, Protocol, cast
 
 from kvtier.errors import CapacityError, RequestError, UnknownBlock
 from kvtier.policies.eviction import NOT_QUEUED
-from kvtier.policies.retention import check_priority
+from kvtier.policies.retention import check_priority, priority_of
 from kvtier.pools.pool_index import LEVEL_NAMES, PRIMARY, SECONDARY, level_of
-from kvtier.tiering.ledger import beams, decoding
-from kvtier.tiering.ledger.admission import BatchPlanner, may_reuse, may_store
+from kvtier.tiering.ledger import beams, decoding, drafts
+from kvtier.tiering.ledger.admission import BatchPlanner, may_reuse, may_store, most_reusable
 from kvtier.tiering.ledger.admitting import carry_out
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.decoding import require_reported
+from kvtier.tiering.ledger.draft_tree import DraftTree
 from kvtier.tiering.ledger.group import GroupSpec
 from kvtier.tiering.ledger.keeping import change_priority
-from kvtier.tiering.ledger.key import Namespace, TokenKeys
 from kvtier.tiering.ledger.losing import lose
 from kvtier.tiering.ledger.moves import Move, WarmRow
 from kvtier.tiering.ledger.prefix import stored_rows
@@ -86,16 +86,16 @@ class Ledger(LedgerState):
             batch_ids.add(request.id)
         planner = BatchPlanner(self)
         for request in requests:
-            keys = TokenKeys(request, self.tokens_per_block)
-            namespace = Namespace(self.rules.namespace_seed, request)
-            if may_reuse(self, request):
-                adopt_warm_blocks(self.tree, self.allocators, self.groups, namespace, keys, request.num_tokens - 1)
-            planner.plan(request, keys, namespace)
+            if self.has_warm() and may_reuse(self, request):
+                followed = self.follow(request, most_reusable(self, request))
+                adopt_warm_blocks(self.tree, self.allocators, self.groups, followed.namespace, followed.keys, request.num_tokens - 1)
+            planner.plan(request)
             if self.inbound is not None and may_reuse(self, request):
                 plan = planner.plans[-1]
                 inbound = cast(Any, self.inbound)  # an answer may be of any type, whatever the protocol says
                 planner.ask_elsewhere(plan, inbound.num_new_matched_tokens(request, plan.num_matched * self.tokens_per_block))
         self._require_room_for(planner, batch_ids)
+        self.forget_followed()
         sequences = carry_out(self, planner.plans, self._next_order)
         self._next_order += len(sequences)
         return sequences
@@ -108,8 +108,10 @@ class Ledger(LedgerState):
         if is_plenty:
             return
         groups = range(len(self.groups))
-        if any(planner.needed_primary(group) > free_beside(self.allocators[group], planner.protected(group)) for group in groups):
-            planner.give_up_copies()
+        for group in groups:
+            if planner.needed_primary(group) > free_beside(self.allocators[group], planner.protected(group)):
+                planner.give_up_copies()
+                break
         require_room(self, [planner.needed_primary(group) for group in groups], [planner.protected(group) for group in groups],
                      f"requests {sorted(batch_ids)}")
 
@@ -135,6 +137,31 @@ class Ledger(LedgerState):
     def reorder_beams(self, request_id: int, parents: Sequence[int]) -> None:
         """Let each beam continue another one; see :func:`beams.reorder_beams`."""
         beams.reorder_beams(self, request_id, parents)
+
+    # -- drafts ----------------------------------------------------------------------------------------------------------
+
+    def propose_drafts(self, request_id: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        """Give speculative tokens that branch their places; see :func:`drafts.propose_drafts`."""
+        drafts.propose_drafts(self, request_id, tokens, parents)
+
+    def pending_drafts(self, request_id: int) -> DraftTree:
+        """The drafts of a sequence, with what each of them sees; see :func:`drafts.pending_drafts`."""
+        return drafts.pending_drafts(self, request_id)
+
+    def draft_moves(self, request_id: int, nodes: Sequence[int]) -> list[tuple[int, int]]:
+        """What :meth:`accept_drafts` will return, or raise. Changes nothing."""
+        tree = drafts.pending_drafts(self, request_id)
+        return tree.moves_of(drafts.accepted_path(request_id, tree, nodes))
+
+    def accept_drafts(self, request_id: int, nodes: Sequence[int]) -> list[tuple[int, int]]:
+        """The drafts of one path become tokens; see :func:`drafts.accept_drafts`."""
+        return drafts.accept_drafts(self, request_id, nodes)
+
+    def drop_drafts(self, request_id: int) -> None:
+        """Forget drafts that were not verified; see :func:`drafts.drop_drafts`."""
+        drafts.drop_drafts(self, request_id)
+
+    # -- single places ---------------------------------------------------------------------------------------------------
 
     def make_writable(self, request_id: int, position: int, group: int = 0) -> Block:
         """The sequence's block at this position, alone in holding it and out of the tree, so that it may be written.
@@ -196,7 +223,7 @@ class Ledger(LedgerState):
         """Store what was computed, the partial tail included, and hold what the tree has of it from now on: what a later request of
         the same prompt will find. Blocks that the tree had before are held instead of the sequence's own copies."""
         sequence = self.sequence(request_id)
-        self._store(sequence, True)
+        self._store(sequence, sequence.drafts is None)  # the unfilled block is being written: it holds the first drafts
         return self._lease(request_id, stored_rows(self, sequence))
 
     def _lease(self, request_id: int, rows: list[list[Block]]) -> Lease:
@@ -224,8 +251,9 @@ class Ledger(LedgerState):
             raise UnknownBlock(f"block {block_id!r}: group {group} has blocks 0..{len(blocks) - 1}")
         return blocks[block_id]
 
-    def set_priority(self, block_id: int, priority: int, group: int = 0) -> None:
-        """Change the retention priority of an unreferenced block that holds content."""
+    def set_priority(self, block_id: int, priority: int | str, group: int = 0) -> None:
+        """Change the retention priority of an unreferenced block that holds content; a number, or a level's name."""
+        priority = priority_of("priority", priority)
         check_priority("priority", priority)
         block = self._idle(block_id, "set_priority", group)
         allocator = self.allocators[group]
@@ -306,7 +334,8 @@ class Ledger(LedgerState):
             lose(self, move.group, lost)
 
     def deliver(self, sequence: ActiveSequence) -> None:
-        """The sequence is ready: its hits count now, by the level they came from."""
+        """The sequence is ready: its hits count now, by the level they came from. What it has lost is told with this."""
+        drafts.drop_lost_drafts(self, sequence)
         sequence.must_report = False
         if sequence.delivered:
             return

@@ -13,10 +13,11 @@ from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.moves import MoveLog
+from kvtier.tiering.ledger.node import Node
 from kvtier.tiering.ledger.rules import TierRules
 from kvtier.tiering.ledger.slots import SlotTable
 from kvtier.tiering.ledger.stats import LedgerCounters
-from kvtier.tiering.ledger.tree import Node, ReuseTree
+from kvtier.tiering.ledger.tree import ReuseTree
 
 
 class LevelTable(SlotTable):

@@ -179,4 +179,5 @@ def _start_from_kept(state: LedgerState, row: SequenceRow, position: int) -> Non
         blocks = row.beam(beam)
         if blocks[-1].id not in copied:
             copied.add(blocks[-1].id)
+            blocks[-1].generation += 1  # an earlier Move into it that fails later has nothing to do with what is there then
             state.allocators[row.group].copy(blocks[position], blocks[-1], 0)

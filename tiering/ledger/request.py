@@ -110,52 +110,34 @@ class Request:
                  retention: RetentionConfig | None = None, beam_width: int = 1, max_new_tokens: int = 16,
                  num_draft_tokens: int = 0, encoder_length: int = 0, skip_read: bool = False, skip_write: bool = False,
                  lora_digest: bytes | None = None, extra_ids_digest: bytes | None = None, encoder_digest: bytes | None = None) -> None:
-        if isinstance(id, bool) or not isinstance(id, int):
+        if type(id) is not int and (isinstance(id, bool) or not isinstance(id, int)):
             raise RequestError(f"id={id!r}: a request id is a whole number")
         self.id = id
         self.token_bytes = token_bytes(tokens)
         self.num_tokens = len(self.token_bytes) // 4
         if self.num_tokens == 0:
             raise RequestError(f"request {id}: tokens=[]; a prompt has at least one token")
-        if lora_id is not None and (isinstance(lora_id, bool) or not isinstance(lora_id, int) or not 0 <= lora_id <= UINT64_MAX):
-            raise RequestError(f"request {id}: lora_id={lora_id!r}; pass a whole number from 0 to 2^64-1, or None")
-        if cache_salt is not None and not isinstance(cache_salt, str):
-            raise RequestError(f"request {id}: cache_salt={cache_salt!r}; pass a string, or None")
         self.lora_id = lora_id
         self.cache_salt = cache_salt
         self.extra_ids: tuple[int, ...] | None = None
+        self.multimodal: tuple[MultimodalItem, ...] = ()
+        if lora_id is not None or cache_salt is not None:
+            _check_owner(id, lora_id, cache_salt)
         if extra_ids is not None:
-            if not isinstance(extra_ids, Sequence):
-                raise RequestError(f"request {id}: extra_ids={extra_ids!r}; pass one whole number for each token")
-            ids = tuple(extra_ids)
-            if len(ids) != self.num_tokens:
-                raise RequestError(f"request {id}: {len(ids)} extra_ids for {self.num_tokens} tokens; pass one for each token")
-            for position, value in enumerate(ids):
-                if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= UINT64_MAX:
-                    raise RequestError(f"request {id}: extra_ids[{position}]={value!r}; pass whole numbers from 0 to 2^64-1")
-            self.extra_ids = ids
-        for name, digest, owner_name, owner in (("lora_digest", lora_digest, "lora_id", lora_id),
-                                                ("extra_ids_digest", extra_ids_digest, "extra_ids", extra_ids),
-                                                ("encoder_digest", encoder_digest, "encoder_length", encoder_length or None)):
-            if digest is None:
-                continue
-            if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
-                raise RequestError(f"request {id}: {name}={digest!r}; a digest is {DIGEST_BYTES} bytes (for example a SHA-256)")
-            if owner is None:
-                raise RequestError(f"request {id}: {name} without {owner_name}; pass both or neither")
-        if not isinstance(multimodal, Sequence) or any(not isinstance(item, MultimodalItem) for item in multimodal):
-            raise RequestError(f"request {id}: multimodal={multimodal!r}; pass a list of MultimodalItem")
+            self.extra_ids = _checked_extra_ids(id, extra_ids, self.num_tokens)
+        if lora_digest is not None:
+            _check_digest(id, "lora_digest", lora_digest, "lora_id", lora_id)
+        if extra_ids_digest is not None:
+            _check_digest(id, "extra_ids_digest", extra_ids_digest, "extra_ids", extra_ids)
+        if encoder_digest is not None:
+            _check_digest(id, "encoder_digest", encoder_digest, "encoder_length", encoder_length or None)
+        if multimodal != ():
+            self.multimodal = _checked_items(id, multimodal, self.num_tokens)
         if retention is not None and not isinstance(retention, RetentionConfig):
             raise RequestError(f"request {id}: retention={retention!r}; pass a RetentionConfig, or None")
-        self.multimodal: tuple[MultimodalItem, ...] = tuple(multimodal)
-        for item in self.multimodal:
-            start, length = item.runs[-1]
-            if start + length > self.num_tokens:
-                raise RequestError(f"request {id}: a multimodal run ends at {start + length}, the prompt has {self.num_tokens} tokens")
-        for name, number, least in (("beam_width", beam_width, 1), ("max_new_tokens", max_new_tokens, 0),
-                                    ("num_draft_tokens", num_draft_tokens, 0), ("encoder_length", encoder_length, 0)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise RequestError(f"request {id}: {name}={number!r}; must be a whole number of at least {least}")
+        if (type(beam_width) is not int or beam_width < 1 or type(max_new_tokens) is not int or max_new_tokens < 0
+                or type(num_draft_tokens) is not int or num_draft_tokens < 0 or type(encoder_length) is not int or encoder_length < 0):
+            _check_counts(id, beam_width, max_new_tokens, num_draft_tokens, encoder_length)
         self.retention = retention
         self.beam_width = beam_width
         self.max_new_tokens = max_new_tokens
@@ -166,3 +148,46 @@ class Request:
         self.lora_digest = lora_digest
         self.extra_ids_digest = extra_ids_digest
         self.encoder_digest = encoder_digest
+
+
+def _check_owner(id: int, lora_id: object, cache_salt: object) -> None:
+    if lora_id is not None and (isinstance(lora_id, bool) or not isinstance(lora_id, int) or not 0 <= lora_id <= UINT64_MAX):
+        raise RequestError(f"request {id}: lora_id={lora_id!r}; pass a whole number from 0 to 2^64-1, or None")
+    if cache_salt is not None and not isinstance(cache_salt, str):
+        raise RequestError(f"request {id}: cache_salt={cache_salt!r}; pass a string, or None")
+
+
+def _checked_extra_ids(id: int, extra_ids: object, num_tokens: int) -> tuple[int, ...]:
+    if not isinstance(extra_ids, Sequence):
+        raise RequestError(f"request {id}: extra_ids={extra_ids!r}; pass one whole number for each token")
+    ids = tuple(extra_ids)
+    if len(ids) != num_tokens:
+        raise RequestError(f"request {id}: {len(ids)} extra_ids for {num_tokens} tokens; pass one for each token")
+    for position, value in enumerate(ids):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= UINT64_MAX:
+            raise RequestError(f"request {id}: extra_ids[{position}]={value!r}; pass whole numbers from 0 to 2^64-1")
+    return ids
+
+
+def _check_digest(id: int, name: str, digest: object, owner_name: str, owner: object) -> None:
+    if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
+        raise RequestError(f"request {id}: {name}={digest!r}; a digest is {DIGEST_BYTES} bytes (for example a SHA-256)")
+    if owner is None:
+        raise RequestError(f"request {id}: {name} without {owner_name}; pass both or neither")
+
+
+def _checked_items(id: int, multimodal: object, num_tokens: int) -> tuple[MultimodalItem, ...]:
+    if not isinstance(multimodal, Sequence) or any(not isinstance(item, MultimodalItem) for item in multimodal):
+        raise RequestError(f"request {id}: multimodal={multimodal!r}; pass a list of MultimodalItem")
+    for item in multimodal:
+        start, length = item.runs[-1]
+        if start + length > num_tokens:
+            raise RequestError(f"request {id}: a multimodal run ends at {start + length}, the prompt has {num_tokens} tokens")
+    return tuple(multimodal)
+
+
+def _check_counts(id: int, beam_width: object, max_new_tokens: object, num_draft_tokens: object, encoder_length: object) -> None:
+    for name, number, least in (("beam_width", beam_width, 1), ("max_new_tokens", max_new_tokens, 0),
+                                ("num_draft_tokens", num_draft_tokens, 0), ("encoder_length", encoder_length, 0)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise RequestError(f"request {id}: {name}={number!r}; must be a whole number of at least {least}")

@@ -9,6 +9,7 @@ from collections.abc import Container
 
 from kvtier.errors import RequestError
 from kvtier.pools.pool_index import PRIMARY
+from kvtier.tiering.ledger.admission import may_reuse
 from kvtier.tiering.ledger.capacity import held_blocks, match, most_blocks
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.sequence import ActiveSequence
@@ -71,8 +72,10 @@ def probe_prefix_tokens(state: LedgerState, request: Request) -> int:
 def beneficial_to_skip(state: LedgerState, request: Request, contributed_keys: Container[object]) -> bool:
     """Whether the request should wait a step, because the first block that it would compute is being computed by another request.
 
-    ``contributed_keys`` are the ``first_new_key`` of the requests that compute now.
+    ``contributed_keys`` are the ``first_new_key`` of the requests that compute now. What may not reuse gains nothing by waiting.
     """
+    if not may_reuse(state, request):
+        return False
     key = match(state, request).first_new_key
     return key is not None and key in contributed_keys
 

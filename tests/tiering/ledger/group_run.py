@@ -11,8 +11,11 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
+
 from kvtier.errors import CapacityError, KVTierError
 from kvtier.pools.pool_index import NUM_LEVELS, NVME, PRIMARY, level_of, slot_of
+from kvtier.tiering.ledger import ledger as ledger_module
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import Created, Removed, Stored, Updated
 from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupSpec
@@ -24,6 +27,7 @@ from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
 
+interpreted = pytest.mark.skipif(not str(ledger_module.__file__).endswith(".py"), reason="compiled, types are checked by mypyc")
 GARBAGE = -1
 UNWRITTEN = -2
 
@@ -318,14 +322,15 @@ class GroupRun:
         place = self._place(row.group, position)
         block = row.beam(beam)[place // self.ledger.tokens_per_block]
         if not is_prompt and beam > 0 and block is row.blocks[place // self.ledger.tokens_per_block]:
-            assert position < sequence.request.num_tokens, "beams share a block that they write different tokens into"
+            assert self._at(row.group, block)[place % self.ledger.tokens_per_block] == cell, "beams write different tokens into one block"
             return
-        self._require_writable(sequence, row.group, block)
+        self._require_writable(sequence, row.group, block, place % self.ledger.tokens_per_block)
         self._at(row.group, block)[place % self.ledger.tokens_per_block] = cell
 
-    def _require_writable(self, sequence: ActiveSequence, group: int, block: Block) -> None:
+    def _require_writable(self, sequence: ActiveSequence, group: int, block: Block, offset: int = 0) -> None:
+        """Nobody else holds the block, and nothing is stored of it from ``offset`` on: a prefill may go on behind a stored tail."""
         assert block.id >= 0, f"request {sequence.id} writes where it has no block"
-        assert block.node is None, f"request {sequence.id} writes into block {block.id}, which is stored"
+        assert block.node is None or block.num_tokens <= offset, f"request {sequence.id} writes into block {block.id}, which is stored"
         holders = [other.id for other in self.ledger.sequences.values()
                    for beam in range(len(other.rows[group].other_beams) + 1) if block in other.rows[group].beam(beam)]
         assert set(holders) == {sequence.id}, f"request {sequence.id} writes into block {block.id} of {holders}"

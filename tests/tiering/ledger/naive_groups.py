@@ -311,7 +311,7 @@ class GroupsDriver:
     # -- inside
 
     def _takes(self) -> list[int]:
-        return [sum(allocator.generations[PRIMARY]) for allocator in self.ledger.allocators]
+        return [sum(holder.generation for holder in allocator.holders[PRIMARY]) for allocator in self.ledger.allocators]
 
     def _cells(self, group: int, block: Block) -> list[Cell]:
         return self.tiers.groups[group].cells[place(block.index)]

@@ -9,6 +9,7 @@ from kvtier.errors import RequestError
 from kvtier.tiering.ledger import capacity, scheduling
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.scheduling import WhatIf
+from kvtier.tiering.ledger.truncating import truncate
 
 
 def test_a_what_if_frees_in_every_group_what_nobody_else_holds() -> None:
@@ -89,11 +90,19 @@ def test_a_match_says_what_each_group_would_take_up() -> None:
     run.finish()
 
 
+def test_who_may_not_reuse_gains_nothing_by_waiting() -> None:
+    run = GroupRun(full(24), cross(24))
+    for keywords, worth in (({"encoder_digest": b"e" * 32}, True), ({}, False), ({"encoder_digest": b"e" * 32, "skip_read": True}, False)):
+        request = run.request(range(9), encoder_length=3, **keywords)  # type: ignore[arg-type]
+        computing = {capacity.match(run.ledger, run.request(range(9), encoder_length=3, encoder_digest=b"e" * 32)).first_new_key}
+        assert scheduling.beneficial_to_skip(run.ledger, request, computing) is worth
+    run.finish()
+
+
 def test_truncating_reaches_every_group() -> None:
     run = GroupRun(window(8, 24), full(24), recurrent(8, 24))
     run.serve(range(21))
     request = run.request(range(21))
-    from kvtier.tiering.ledger.truncating import truncate
     assert truncate(run.ledger, request, 8) > 0
     run.settle()
     assert capacity.match(run.ledger, request).reusable_tokens == 8

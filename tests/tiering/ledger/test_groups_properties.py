@@ -442,8 +442,7 @@ class GroupsMachine(RuleBasedStateMachine):
         assert not self.ledger.tree.roots
 
 
-def _steps() -> int:
-    return int(os.environ.get("KVTIER_FUZZ_STEPS", "0"))
+STEPS_PER_EXAMPLE = 40
 
 
 def _machine(name: str) -> type[Any]:
@@ -452,8 +451,9 @@ def _machine(name: str) -> type[Any]:
 
     OfLayout.__qualname__ = OfLayout.__name__ = "".join(part.capitalize() for part in name.split()) + "Machine"
     case = OfLayout.TestCase
-    examples = _steps() // (len(LAYOUTS) * 40) or settings().max_examples
-    case.settings = settings(max_examples=examples, stateful_step_count=40)
+    steps = int(os.environ.get("LEDGER_FUZZ_STEPS", "0"))  # in all; `make fuzz-ledger`
+    case.settings = settings(max_examples=steps // (len(LAYOUTS) * STEPS_PER_EXAMPLE) or settings().max_examples,
+                             stateful_step_count=STEPS_PER_EXAMPLE)
     return case
 
 
