@@ -164,7 +164,7 @@ def _fill_states(state: LedgerState, plan: AdmissionPlan, row: SequenceRow, tota
 
 def _share_among_beams(sequence: ActiveSequence, row: SequenceRow) -> None:
     """Every beam starts with the same handles, and references each of them."""
-    others = sequence.request.beam_width - 1
+    others = sequence.beam_width - 1
     if others == 0:
         return
     for block in row.blocks:

@@ -50,7 +50,7 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
         if state.is_single and not sequence.rows[0].other_beams:
             needed[0] += _needed_by_one(sequence, len(appended), state.tokens_per_block)
             continue
-        beams = sequence.request.beam_width
+        beams = sequence.beam_width
         if beams > 1 and len(appended) != beams:
             raise RequestError(f"request {request_id}: {len(appended)} tokens for {beams} beams; append one token for each beam")
         count = len(appended) if beams == 1 else 1
@@ -72,7 +72,7 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
             _append_to_one(state, sequence, appended)
         else:
             use_path_of(state.moves, sequence.request)
-            _append(state, sequence, appended if sequence.request.beam_width == 1 else appended[:1])
+            _append(state, sequence, appended if sequence.beam_width == 1 else appended[:1])
             state.moves.use_default_path()
 
 
@@ -174,7 +174,7 @@ def _num_tail_copies(row: SequenceRow) -> int:
 
 def _append(state: LedgerState, sequence: ActiveSequence, appended: Sequence[int]) -> None:
     old = sequence.num_tokens
-    if sequence.request.beam_width > 1 and old == sequence.request.num_tokens:
+    if sequence.beam_width > 1 and old == sequence.num_prompt_tokens:
         _copy_tail_to_beams(state, sequence)
     for token in appended:
         sequence.keys.append(token)
@@ -260,9 +260,9 @@ def _is_snapshot(state: LedgerState, sequence: ActiveSequence, row: SequenceRow,
     """
     if count > 1 and sequence.computed != num_tokens:
         return False
-    if not state.reuse or num_tokens % state.tokens_per_block or sequence.request.skip_write or sequence.request.beam_width > 1:
+    if not state.reuse or num_tokens % state.tokens_per_block or sequence.request.skip_write or sequence.beam_width > 1:
         return False
-    return state.geometries[row.group].keeps_state(num_tokens // state.tokens_per_block - 1, sequence.request.num_tokens)
+    return state.geometries[row.group].keeps_state(num_tokens // state.tokens_per_block - 1, sequence.num_prompt_tokens)
 
 
 def _carry_state_on(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, old: int, total: int, priority: int,
@@ -300,7 +300,7 @@ def rewind(state: LedgerState, request_id: int, num_tokens: int) -> None:
     """
     sequence = state.sequence(request_id)
     require_no_drafts(sequence, "rewind")
-    generated = sequence.num_tokens - sequence.request.num_tokens
+    generated = sequence.num_tokens - sequence.num_prompt_tokens
     if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or not 0 <= num_tokens <= generated:
         raise RequestError(f"request {request_id}: rewind({num_tokens!r}); it has generated {generated} tokens and the prompt stays")
     if num_tokens == 0:

@@ -40,8 +40,8 @@ def propose_drafts(state: LedgerState, request_id: int, tokens: Sequence[object]
     sequence = state.sequence(request_id)
     require_reported(sequence)
     require_no_drafts(sequence, "propose_drafts")
-    if sequence.request.beam_width > 1:
-        raise RequestError(f"request {request_id}: drafts for {sequence.request.beam_width} beams; beams already are the alternatives, "
+    if sequence.beam_width > 1:
+        raise RequestError(f"request {request_id}: drafts for {sequence.beam_width} beams; beams already are the alternatives, "
                            "propose drafts with beam_width=1")
     if state.has_recurrent:
         raise RequestError(f"request {request_id}: drafts, and this layout keeps a running state, which cannot be taken back from a "

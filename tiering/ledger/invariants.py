@@ -50,8 +50,8 @@ def _check_rows(ledger: Ledger, allocator: BlockAllocator) -> None:
     for sequence in ledger.sequences.values():
         row = sequence.rows[group]
         name = f"request {sequence.id}, group {group}"
-        if row.other_beams and len(row.other_beams) != sequence.request.beam_width - 1:
-            _fail(f"{name}: {len(row.other_beams) + 1} beams of {sequence.request.beam_width}")
+        if row.other_beams and len(row.other_beams) != sequence.beam_width - 1:
+            _fail(f"{name}: {len(row.other_beams) + 1} beams of {sequence.beam_width}")
         if row.departed_ids and any(len(ids) != row.num_departed for ids in row.departed_ids):
             _fail(f"{name}: all beams leave the window together")
         num_tokens = sequence.request.encoder_length if geometry.kind == CROSS else sequence.num_tokens

@@ -115,7 +115,7 @@ def _exchanges(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, n
     elif geometry.first_token(first) > num_tokens:
         first -= 1  # the first of them goes into the middle of a block
     num_beams = len(row.other_beams) + 1
-    prompt_end = geometry.num_full_blocks(sequence.request.num_tokens)
+    prompt_end = geometry.num_full_blocks(sequence.num_prompt_tokens)
     for position in range(first, len(row.blocks)):
         seen: list[Block] = []
         for beam in range(num_beams):

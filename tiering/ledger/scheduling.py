@@ -92,7 +92,7 @@ def fit_token_budget(state: LedgerState, sequence: ActiveSequence, chunk_tokens:
     for name, value in (("chunk_tokens", chunk_tokens), ("token_budget", token_budget)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise RequestError(f"{name}={value!r}: must be a whole number of at least 0")
-    left = max(sequence.request.num_tokens - sequence.computed, 0)
+    left = max(sequence.num_prompt_tokens - sequence.computed, 0)
     fitting = min(chunk_tokens, token_budget, left)
     if fitting == left:
         return fitting

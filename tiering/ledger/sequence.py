@@ -63,6 +63,9 @@ class ActiveSequence:
 
     def __init__(self, request: Request, keys: TokenKeys, namespace: Namespace, order: int, num_groups: int) -> None:
         self.request = request
+        self.id: int = request.id  # what the ledger asks for often; attributes of a request cost more
+        self.beam_width: int = request.beam_width
+        self.num_prompt_tokens: int = request.num_tokens
         self.keys = keys
         self.namespace = namespace
         self.order = order  # ascending with admission: pre-emption names the newest first
@@ -84,10 +87,6 @@ class ActiveSequence:
         self.missed_blocks = 0
 
     @property
-    def id(self) -> int:
-        return self.request.id
-
-    @property
     def blocks(self) -> list[Block]:
         """Handles of the first group and beam: all there are for most models."""
         return self.rows[0].blocks
@@ -98,13 +97,13 @@ class ActiveSequence:
 
     @property
     def is_decoding(self) -> bool:
-        return self.keys.num_tokens > self.request.num_tokens
+        return self.keys.num_tokens > self.num_prompt_tokens
 
     def storable_tokens(self) -> int:
         """What may enter the tree: what was computed, and never the newest token. Of beams, what they share: the prompt's full blocks."""
         storable = min(self.computed, self.keys.num_tokens - 1)
-        if self.request.beam_width > 1:
-            num_tokens = self.request.num_tokens
+        if self.beam_width > 1:
+            num_tokens = self.num_prompt_tokens
             return min(storable, num_tokens - num_tokens % self.keys.tokens_per_block)
         return storable
 
