@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvtier.pools.pool_index import PRIMARY, level_of
+from kvtier.tiering.ledger import prefill
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
 from kvtier.tiering.ledger.keeping import take_for
@@ -69,6 +70,8 @@ def _fall_back(state: LedgerState, sequence: ActiveSequence, group: int, positio
     sequence.computed = left
     sequence.valid = min(sequence.valid, left)
     sequence.num_prefix_blocks = min(sequence.num_prefix_blocks, left // state.tokens_per_block)
+    if state.is_chunked:
+        prefill.cut_back(state, sequence, left)
     exchanges = [_exchanges(state, sequence, row, left) for row in sequence.rows]
     for row in sequence.rows:
         needed = sum(1 for exchange in exchanges[row.group] if not exchange.is_optional)

@@ -133,7 +133,7 @@ class GroupsMachine(RuleBasedStateMachine):
 
     def fits(self, batch: list[Request]) -> bool:
         """Whether an empty ledger would take these requests."""
-        return all(sum(num_new_blocks(self.ledger, request, number, 0) for request in batch) <= group.num_blocks[PRIMARY]
+        return all(sum(num_new_blocks(self.ledger, request, number, 0, 0) for request in batch) <= group.num_blocks[PRIMARY]
                    for number, group in enumerate(self.groups))
 
     def check_preemption(self, error: CapacityError, batch: list[Request]) -> None:
