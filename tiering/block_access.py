@@ -120,10 +120,12 @@ def write(core: TierCore, block_id: int, data: bytes, group: int) -> None:
         raise RequestError(f"block {block_id}: {len(data)} bytes; a block has {pools.group.block_bytes}")
     with core.locked() as ledger:
         block = ledger.block(block_id, group)
-        holders = [sequence for sequence in ledger.sequences.values() if block in sequence.rows[group].blocks]
-        if block.ref_count != 1 or len(holders) != 1:
+        rows = [row for row in (sequence.rows[group] for sequence in ledger.sequences.values())
+                if any(block in row.beam(beam) for beam in range(len(row.other_beams) + 1))]
+        if block.ref_count != 1 or len(rows) != 1:
             raise RequestError(f"block {block_id}: held {block.ref_count} times; writing needs a block that one sequence holds alone")
-        ledger.make_writable(holders[0].id, holders[0].rows[group].blocks.index(block), group)
+        if block.node is not None:
+            ledger.allocators[group].drop(block)
         index = block.index
     if not core.transfers.order_before_engine(None, group, [index], ACCESS_TIMEOUT):
         raise TransferError(f"block {block_id}: transfers that use it did not end within {ACCESS_TIMEOUT:.0f} s; try again")

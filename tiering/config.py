@@ -114,6 +114,9 @@ class TierConfig(BaseSettings):
     """Fault injection for tests; a keyword only."""
     clock: Callable[[], float] = time.monotonic
     """Seconds that only go forward; a keyword only."""
+    allreduce_min: Callable[[list[int]], list[int]] | None = None
+    """With several ranks: takes this rank's numbers and returns, element by element, the least of all ranks. Every rank calls it while
+    its tier is made, so that all have the same number of blocks. A keyword only."""
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -229,7 +232,7 @@ _LIMITS: Final = {
     "bool_type": "must be true or false", "bool_parsing": "must be true or false", "string_type": "must be text",
     "list_type": "must be a list of numbers", "literal_error": "must be one of {expected}",
     "is_instance_of": "must be a {class}",
-    "callable_type": "must be a function without arguments that returns seconds",
+    "callable_type": "must be a function",
     "finite_number": "must be a finite number",
 }
 """Pydantic's error types, said as the limit and the remedy in one."""

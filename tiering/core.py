@@ -29,6 +29,7 @@ from kvtier.pools.host_memory import free_disk_bytes, host_memory
 from kvtier.pools.layout import KVLayout
 from kvtier.pools.nvme_geometry import NvmeGeometry
 from kvtier.pools.pool_index import NVME, level_of, slot_of
+from kvtier.pools.rank_sizes import minimum_over_ranks
 from kvtier.pools.sizing import FreeSpace, PoolSizes, resolve_sizes, warn_of_unread_levels
 from kvtier.tiering import arguments
 from kvtier.tiering.config import TierConfig
@@ -219,6 +220,7 @@ class TierCore:
     # -- inside ---------------------------------------------------------------------------------------------------------
 
     def _check_group(self, group: int) -> None:
+        """Raise RequestError unless the layout has a group of this number."""
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(self.layout.groups):
             last = len(self.layout.groups) - 1
             raise RequestError(f"group={group!r}: this layout has " + (f"groups 0..{last}" if last else "one group, numbered 0"))
@@ -337,18 +339,20 @@ def _ledger(layout: KVLayout, config: TierConfig, sizes: PoolSizes, seed: bytes)
                         config.window_scratch_blocks)
     groups: list[GroupSpec] = []
     for group, num_blocks in zip(layout.groups, zip(sizes.primary, sizes.secondary, sizes.nvme, strict=True), strict=True):
-        if group.window is not None and group.window < config.max_seq_len:
+        # No sequence is longer than a window of max_seq_len: full attention then. With a bubble its tokens have other places, and engines
+        # take those from the layout, which knows of no max_seq_len.
+        if group.window is not None and (group.window < config.max_seq_len or group.sink_bubble):
             groups.append(GroupSpec(num_blocks, WINDOW, group.window, group.sinks))
             if group.sink_bubble and config.enable_block_reuse:
                 logger.warning("group %d: %d sinks do not fill blocks of %d tokens: nothing is reused; use a multiple", group.number,
                                group.sinks, layout.tokens_per_block)
-        else:  # no sequence is longer than such a window
+        else:
             groups.append(GroupSpec(num_blocks, _KINDS[group.kind], snapshot_interval=group.snapshot_interval))
     return Ledger(groups, layout.tokens_per_block, rules)
 
 
 def _sizes(layout: KVLayout, config: TierConfig, device: str) -> PoolSizes:
-    """Block counts per level, checked against what is free before anything is allocated."""
+    """Block counts per level, checked against what is free before anything is allocated; with several ranks, the least of all."""
     host = host_memory()
     if device != "cpu" and not torch.cuda.is_available():
         raise ConfigError(f"device={device!r}: this torch ({torch.__version__}) cannot use CUDA; install a torch built for CUDA, or use "
@@ -359,4 +363,5 @@ def _sizes(layout: KVLayout, config: TierConfig, device: str) -> PoolSizes:
         free_bytes = free_disk_bytes(config.nvme_directory) + occupied_bytes(config.nvme_directory)
         disk_bytes = max(free_bytes - config.nvme_free_space_reserve_bytes, 0)
     free = FreeSpace(host.available_bytes, host.limited_by, device_bytes, disk_bytes)
-    return resolve_sizes(layout, config.primary, config.secondary, config.nvme, free, config.group_shares, config.max_tokens)
+    sizes = resolve_sizes(layout, config.primary, config.secondary, config.nvme, free, config.group_shares, config.max_tokens)
+    return sizes if config.allreduce_min is None else minimum_over_ranks(sizes, config.allreduce_min, layout)

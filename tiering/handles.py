@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvtier.errors import RequestError
 from kvtier.tiering.ledger.sequence import ActiveSequence
 from kvtier.tiering.ledger.sequence import Lease as LedgerLease
 
@@ -43,8 +44,11 @@ class Lease:
         self.block_ids = [block.id for block in lease.rows[0]]
 
     def block_ids_of(self, group: int) -> list[int]:
-        """Ids of the pinned blocks of a group, in prompt order."""
-        return [block.id for block in self._lease.rows[group]]
+        """Ids of the pinned blocks of a group, in prompt order. RequestError for a group that there is not."""
+        rows = self._lease.rows
+        if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(rows):
+            raise RequestError(f"group={group!r}: this layout has groups 0..{len(rows) - 1}")
+        return [block.id for block in rows[group]]
 
     def release(self) -> None:
         """Let go. RequestError when it was released before."""

@@ -18,6 +18,7 @@ from kvtier.pools.layout import KVLayout
 from kvtier.tiering import arguments, block_access
 from kvtier.tiering.block_access import BlockView
 from kvtier.tiering.config import TierConfig
+from kvtier.tiering.drafting import Drafting
 from kvtier.tiering.handles import Admission, Lease
 from kvtier.tiering.ledger.key import next_chain_key
 from kvtier.tiering.ledger.ledger import Inbound
@@ -25,13 +26,12 @@ from kvtier.tiering.ledger.request import Request, token_bytes
 from kvtier.tiering.ledger.truncating import truncate
 from kvtier.tiering.not_included import NotIncludedYet
 from kvtier.tiering.planning import Planning, as_request
-from kvtier.tiering.readiness import Readiness
 from kvtier.types import TransferMode
 
 STEP_TIMEOUT: Final = 60.0  # seconds a step waits for copies between memories, which take milliseconds
 
 
-class KVCacheManager(Readiness, Planning, NotIncludedYet):
+class KVCacheManager(Drafting, Planning, NotIncludedYet):
     """KV cache of one model on three levels.
 
     Args:
@@ -72,7 +72,8 @@ class KVCacheManager(Readiness, Planning, NotIncludedYet):
         """Admit a batch: all matches of all requests are claimed before any block is taken. All of it or nothing.
 
         Raises:
-            RequestError: a duplicate id, or a prompt longer than ``max_seq_len``.
+            RequestError: a duplicate id, a prompt or an encoder's output longer than ``max_seq_len``, too many beams, retention that
+                asks for a path that is not included.
             CapacityError: too few primary blocks; names how many are needed and there, and whom to pre-empt.
         """
         arguments.requests(requests)
@@ -83,6 +84,9 @@ class KVCacheManager(Readiness, Planning, NotIncludedYet):
             if request.beam_width > self.config.max_beam_width:
                 raise RequestError(f"request {request.id}: beam_width={request.beam_width}; max_beam_width is "
                                    f"{self.config.max_beam_width}, raise it or use fewer beams")
+            if request.encoder_length > self.config.max_seq_len:  # a row of the block table would not hold its blocks
+                raise RequestError(f"request {request.id}: encoder_length={request.encoder_length}; max_seq_len is "
+                                   f"{self.config.max_seq_len}, raise it or shorten the encoder's input")
             self._check_retention(request.retention)
         with self.locked() as ledger:
             return [Admission(sequence) for sequence in ledger.add_sequences(requests)]
@@ -167,9 +171,9 @@ class KVCacheManager(Readiness, Planning, NotIncludedYet):
     def remove_sequence(self, request_id: int, store: bool = True) -> int | None:
         """End a sequence, finished or aborted, at any moment. ``store`` keeps what was computed for reuse.
 
-        Returns the id of the last block (of group 0) that a later prompt would find, None when nothing is stored, or when it ends
-        only later. Its blocks are free either way; while it takes part in a running step, when that step ends: the engine may still be
-        writing into them.
+        Returns the id of the last block (of the first full-attention group, if there is one) that a later prompt would find, None when
+        nothing is stored, or when it ends only later. Its blocks are free either way; while it takes part in a running step, when that
+        step ends: the engine may still be writing into them.
         """
         with self.locked() as ledger:
             ledger.sequence(request_id)
@@ -210,7 +214,7 @@ class KVCacheManager(Readiness, Planning, NotIncludedYet):
 
     def block_ids(self, request_id: int, beam: int = 0, group: int = 0) -> list[int]:
         """Ids of a beam's blocks in prompt order. Those that have left the window keep their place here, though they may be others'
-        by now; negative numbers stand where a recurrent group keeps no state."""
+        by now; negative numbers stand where a recurrent group keeps no state, and for reused blocks that had left it before."""
         self._check_group(group)
         with self.locked() as ledger:
             sequence = ledger.sequence(request_id)

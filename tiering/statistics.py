@@ -78,7 +78,7 @@ class TierCounters:
 
     ``onboard_*`` and ``offload_*`` by (source, destination) level; ``copied_*`` within the primary level, when the front of a
     block is reused by copying it. Bytes are payload. Hits count when the bytes were delivered. ``dropped``: blocks that lost
-    their content for want of room or of priority; ``host_dropped``: those of the secondary level, None where that is not counted.
+    their content for want of room or of priority; ``host_dropped``: those of them that were on the secondary level.
     """
 
     hit_tokens: PerLevel
@@ -96,7 +96,7 @@ class TierCounters:
     reused_partial: int
     missed: int
     dropped: int
-    host_dropped: int | None = None
+    host_dropped: int
     lost: int
     quarantined: int
     fallbacks: int
@@ -214,7 +214,7 @@ def since(now: TierCounters, before: TierCounters) -> TierCounters:
         elif isinstance(new, Mapping):
             changed[field.name] = {pair: value - old.get(pair, 0) for pair, value in new.items()}
         else:
-            changed[field.name] = None if new is None else new - old
+            changed[field.name] = new - old
     return TierCounters(**changed)
 
 

@@ -37,13 +37,16 @@ def store_directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_cache(layout: KVLayout, store_directory: Path) -> Iterator[Callable[..., KVCacheManager]]:
-    """``make_cache(primary=8, secondary=4, nvme=0, **settings)``: sizes in blocks; closed when the test ends."""
+    """``make_cache(primary=8, secondary=4, nvme=0, **settings)``: sizes in blocks, or as written; closed when the test ends."""
     made: list[KVCacheManager] = []
 
-    def make(primary: int = 8, secondary: int = 4, nvme: int = 0, *, model: str | None = MODEL, layout: KVLayout = layout,
+    def in_blocks(size: Any) -> Any:
+        return f"{size} blocks" if isinstance(size, int) else size
+
+    def make(primary: Any = 8, secondary: Any = 4, nvme: Any = 0, *, model: str | None = MODEL, layout: KVLayout = layout,
              **settings: Any) -> KVCacheManager:
         settings = {"nvme_directory": store_directory if nvme else None, "nvme_free_space_reserve": "1MiB", "max_seq_len": 512, **settings}
-        config = kvtier.TierConfig(primary=f"{primary} blocks", secondary=f"{secondary} blocks", nvme=f"{nvme} blocks", **settings)
+        config = kvtier.TierConfig(primary=in_blocks(primary), secondary=in_blocks(secondary), nvme=in_blocks(nvme), **settings)
         cache = kvtier.KVCacheManager(layout, config, device="cpu", model=model)
         made.append(cache)
         return cache

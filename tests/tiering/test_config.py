@@ -165,7 +165,7 @@ def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
     ({"nvme": "1 blocks", "nvme_directory": "x"}, "needs GDS, which is not included yet"),
     ({"nvme": ["0 blocks", "1 blocks"], "secondary": ["1 blocks", "0 blocks"], "nvme_directory": "x"}, "needs GDS"),
     ({"faults": 3}, "must be a Faults"),
-    ({"clock": 3}, "must be a function"),
+    ({"clock": 3}, "must be a function"), ({"allreduce_min": 3}, "must be a function"),
 ])
 def test_a_value_that_cannot_be_used_says_key_limit_and_remedy(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -178,7 +178,8 @@ def test_all_bad_values_are_told_at_once() -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("max_batch_size", "twelve"), ("group_shares", "0.5,1"), ("primary", "8"),
-                                            ("keep_backing", "maybe"), ("clock", "x"), ("faults", "1")])
+                                            ("keep_backing", "maybe"), ("clock", "x"), ("faults", "1"),
+                                            ("allreduce_min", "min")])
 def test_a_bad_value_in_the_environment_is_a_config_error(
         monkeypatch: pytest.MonkeyPatch, key: str, value: str) -> None:
     monkeypatch.setenv(f"KVTIER_{key.upper()}", value)
@@ -190,7 +191,7 @@ def test_a_bad_value_in_the_environment_is_a_config_error(
     ("a.json", "{}", "use a .yaml, .yml or .toml file"), ("a.toml", "primary = ", "correct the file"),
     ("a.yaml", "primary: [", "correct the file"), ("a.yaml", "- 8 blocks", "keys and values"),
     ("a.yaml", "1: 8 blocks", "keys and values"), ("a.yaml", "clock: 3", "only be given as a keyword"),
-    ("a.toml", b"\xff\xfe", "correct the file"),
+    ("a.toml", 'allreduce_min = "min"', "only be given as a keyword"), ("a.toml", b"\xff\xfe", "correct the file"),
     ("a.yaml", "primary: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
     ("a.toml", "primary = " + "[" * 3000 + "]" * 3000, "nested too deeply"),
     ("a.toml", "primary." + "a." * 3000 + "a = 1", "inside each other"),
@@ -236,13 +237,14 @@ def test_nvme_with_folder_and_secondary_is_accepted(tmp_path: Path) -> None:
     assert config.nvme_free_space_reserve_bytes == 1 << 30
 
 
-def test_clock_and_faults_are_taken_as_they_are() -> None:
+def test_objects_are_taken_as_they_are() -> None:
     faults = Faults([])
     clock: Callable[[], float] = lambda: 7.0  # noqa: E731
-    config = TierConfig(faults=faults, clock=clock)
+    config = TierConfig(faults=faults, clock=clock, allreduce_min=sorted)
     assert config.faults is faults
     assert config.clock() == 7.0
-    assert "faults" not in [key for key, _, _ in config.effective()]
+    assert config.allreduce_min is sorted
+    assert not {"faults", "clock", "allreduce_min"} & {key for key, _, _ in config.effective()}
 
 
 def test_configuration_needs_no_torch() -> None:

@@ -9,7 +9,7 @@ import random
 import pytest
 from toy_engine import OTHER, PROMPT, MakeCache, ToyEngine, WarmCache, delays, fails, tokens_of, wait_until
 
-from kvtier import CapacityError, KVCacheManager, Level, Request, UnknownRequest
+from kvtier import CapacityError, KVCacheManager, Level, Request, RetentionConfig, TokenRange, UnknownRequest
 from kvtier.io.faults import FaultOperation
 from kvtier.tiering.ledger.group import WINDOW, GroupSpec
 from kvtier.tiering.ledger.ledger import Ledger
@@ -192,13 +192,26 @@ def test_a_front_that_is_reused_by_copying_counts_as_a_copy(make_cache: MakeCach
     assert sum(stats.onboard_blocks.values()) == sum(stats.offload_blocks.values()) == 0
 
 
-def test_a_difference_knows_what_is_not_counted() -> None:
-    cache_counters = StatisticsRecorder(ledger := make_ledger(), ledger.allocators).stats(0, None)
-    assert cache_counters.host_dropped is None
-    counted = dataclasses.replace(cache_counters, host_dropped=7)
-    assert since(cache_counters, cache_counters).host_dropped is None
-    assert since(counted, dataclasses.replace(counted, host_dropped=5)).host_dropped == 2
+def test_a_difference_is_of_counters_alone() -> None:
+    counted = StatisticsRecorder(ledger := make_ledger(), ledger.allocators).stats(0, None)
+    assert since(dataclasses.replace(counted, host_dropped=7), dataclasses.replace(counted, host_dropped=5)).host_dropped == 2
     assert type(since(counted, counted)) is TierCounters
+
+
+def test_of_the_blocks_that_were_dropped_those_in_host_memory_are_counted_apart(make_cache: MakeCache) -> None:
+    cache = make_cache(4, 4)
+    engine = ToyEngine(cache)
+    for user in (1, 2):
+        engine.serve(Request(user, tokens_of(user, 16)))
+    assert (cache.stats().dropped, cache.stats().host_dropped) == (0, 0), "the first one's blocks went down"
+    engine.serve(Request(3, tokens_of(3, 16)))
+    assert (cache.stats().dropped, cache.stats().host_dropped) == (4, 4), "and were dropped for the second one's"
+    assert cache.iteration_stats().host_dropped == 4
+    low = RetentionConfig([TokenRange(0, None, 10)])
+    engine.serve(Request(4, tokens_of(4, 16), retention=low))
+    engine.serve(Request(5, tokens_of(5, 16)))
+    assert (cache.stats().dropped, cache.stats().host_dropped) == (12, 8), "four that were too low to go down at all"
+    assert cache.stats().groups[0].secondary.evictable_blocks == 4
 
 
 # -- requests ------------------------------------------------------------------------------------------------------------

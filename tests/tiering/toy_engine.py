@@ -282,11 +282,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def flip_stored_bit(directory: Path, layout: KVLayout, slot: int, where: str = "payload") -> None:
-    """Turn one bit over inside a slot of the first group's slab file."""
-    geometry = NvmeGeometry(layout.groups[0].block_bytes, slot + 1)
-    offset = geometry.offset(slot) + (HEADER_BYTES if where == "payload" else 0) + 77
-    with (directory / "group-0.slab").open("r+b") as slab:
+def flip_stored_bit(directory: Path, layout: KVLayout, slot: int, where: str = "payload", group: int = 0) -> None:
+    """Turn one bit over inside a slot of a group's slab file."""
+    geometry = NvmeGeometry(layout.groups[group].block_bytes, slot + 1)
+    offset = geometry.offset(slot) + (HEADER_BYTES + min(77, geometry.block_bytes - 1) if where == "payload" else 77)
+    with (directory / f"group-{group}.slab").open("r+b") as slab:
         slab.seek(offset)
         byte = slab.read(1)[0]
         slab.seek(offset)

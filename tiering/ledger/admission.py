@@ -12,10 +12,10 @@ from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.chunks import chunk_end
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
 from kvtier.tiering.ledger.key import Namespace, TokenKeys
+from kvtier.tiering.ledger.node import Node, Walk
 from kvtier.tiering.ledger.prefix import usable_prefix
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.state import LedgerState
-from kvtier.tiering.ledger.tree import Node, Walk
 
 
 class AdmissionPlan:
@@ -24,6 +24,7 @@ class AdmissionPlan:
     Attributes:
         rows: by group, the handles of full blocks found in the tree, placeholders where the group needs none.
         num_matched: how many positions these are, the same for every group but cross-attention.
+        is_primary: whether all of these are on the primary level, so that nobody need look.
         partial: by group, the handles whose first ``partial_tokens`` tokens equal the prompt's next ones; empty without any.
         in_place: whether the partially matched blocks are taken over; otherwise they are copied.
         external_tokens: tokens behind the reused ones that the engine can load from elsewhere.
@@ -35,6 +36,7 @@ class AdmissionPlan:
         self.namespace = namespace
         self.rows: list[list[Block]] = [[] for _ in range(num_groups)]
         self.num_matched = 0
+        self.is_primary = True
         self.partial: list[Block] = []
         self.partial_tokens = 0
         self.in_place = False
@@ -56,7 +58,6 @@ class BatchPlanner:
     def __init__(self, state: LedgerState) -> None:
         self.state = state
         self.plans: list[AdmissionPlan] = []
-
         self._in_place: dict[int, AdmissionPlan] = {}  # by the id in the leading group, whose handle stands for its place
 
     def plan(self, request: Request, keys: TokenKeys, namespace: Namespace) -> None:
@@ -74,6 +75,10 @@ class BatchPlanner:
         if walk.num_blocks:
             plan.rows = usable_prefix(state, walk)
             plan.num_matched = len(plan.rows[state.leading_group])
+            for node in walk.nodes:
+                for lower in node.lower:
+                    if lower > 0:
+                        plan.is_primary = False
             if self._in_place:
                 for block in plan.rows[state.leading_group]:
                     self._bump(block)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from kvtier.pools.pool_index import PRIMARY, level_of
 from kvtier.tiering.ledger import prefill
 from kvtier.tiering.ledger.admission import AdmissionPlan, has_private_tail
-from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
-from kvtier.tiering.ledger.keeping import apply_retention_to_row, set_retention, take_for, take_run_for
+from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW
+from kvtier.tiering.ledger.keeping import apply_retention_to_row, set_retention, take_for, take_run_for, use_path_of
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
 from kvtier.tiering.ledger.state import LedgerState
 
@@ -25,8 +26,11 @@ def carry_out(state: LedgerState, plans: list[AdmissionPlan], first_order: int) 
         sequence = ActiveSequence(plan.request, plan.keys, plan.namespace, first_order + len(sequences), len(state.groups))
         sequences.append(sequence)
         _claim(state, plan, sequence, takers)
-    for plan, sequence in zip(plans, sequences, strict=True):
-        _fill(state, plan, sequence, takers)
+    for number in range(len(plans)):
+        sequence = sequences[number]
+        use_path_of(state.moves, sequence.request)
+        _fill(state, plans[number], sequence, takers)
+        state.moves.use_default_path()
         state.sequences[sequence.id] = sequence
     for allocator in state.allocators:
         allocator.end_call()
@@ -40,6 +44,8 @@ def _claim(state: LedgerState, plan: AdmissionPlan, sequence: ActiveSequence, ta
         allocator = state.allocators[group]
         allocator.hold_many(row)
         apply_retention_to_row(allocator, plan.request, row)
+        if plan.is_primary:
+            continue
         for position, block in enumerate(row):
             if block.id < 0:
                 continue
@@ -71,9 +77,10 @@ def _fill(state: LedgerState, plan: AdmissionPlan, sequence: ActiveSequence, tak
             row.blocks.extend(take_run_for(allocator, request, 0, geometry.num_blocks(request.encoder_length)))
             _share_among_beams(sequence, row)
             continue
-        for block in plan.rows[group]:
-            if level_of(block.index) != PRIMARY and block.id >= 0:
-                allocator.promote(block)
+        if not plan.is_primary:
+            for block in plan.rows[group]:
+                if level_of(block.index) != PRIMARY and block.id >= 0:
+                    allocator.promote(block)
         row.blocks.extend(plan.rows[group])
         if geometry.kind == WINDOW:
             departed = min(geometry.num_departed(plan.num_matched * state.tokens_per_block), plan.num_matched)
@@ -89,14 +96,11 @@ def _fill(state: LedgerState, plan: AdmissionPlan, sequence: ActiveSequence, tak
             _fill_states(state, plan, row, total)
         else:
             row.blocks.extend(take_run_for(allocator, request, num_prefix_blocks, total))
-        missed = 0
-        for position in range(num_prefix_blocks, total):
-            if row.blocks[position].id >= 0:
-                missed += 1
-        reused = 0
-        for block in plan.rows[group]:
-            if block.id >= 0:
-                reused += 1
+        missed = total - num_prefix_blocks
+        reused = len(plan.rows[group])
+        if geometry.kind != FULL:  # the others have placeholders
+            missed = _num_real(row.blocks, num_prefix_blocks, total)
+            reused = _num_real(plan.rows[group], 0, reused)
         counters.reused_full += reused
         counters.reused_partial += 1 if plan.partial else 0
         counters.missed += missed
@@ -114,6 +118,15 @@ def _fill(state: LedgerState, plan: AdmissionPlan, sequence: ActiveSequence, tak
     sequence.new_blocks = counters.alloc_new - new_before
     if state.is_chunked:
         prefill.start(state, sequence)
+
+
+def _num_real(blocks: list[Block], first: int, end: int) -> int:
+    """Blocks among ``blocks[first:end]`` that are no placeholders."""
+    count = 0
+    for position in range(first, end):
+        if blocks[position].id >= 0:
+            count += 1
+    return count
 
 
 def _fill_partial(state: LedgerState, plan: AdmissionPlan, row: SequenceRow, takers: dict[int, int]) -> None:

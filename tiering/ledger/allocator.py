@@ -15,9 +15,10 @@ from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.file_level import FileLevel
 from kvtier.tiering.ledger.moves import MoveLog
+from kvtier.tiering.ledger.node import Node
 from kvtier.tiering.ledger.rules import TierRules
 from kvtier.tiering.ledger.stats import LedgerCounters
-from kvtier.tiering.ledger.tree import Node, ReuseTree
+from kvtier.tiering.ledger.tree import ReuseTree
 
 
 class BlockAllocator(FileLevel):

@@ -16,7 +16,7 @@ from kvtier.pools.pool_index import NVME, PoolIndex, level_of
 from kvtier.types import BlockId
 
 if TYPE_CHECKING:
-    from kvtier.tiering.ledger.tree import Node
+    from kvtier.tiering.ledger.node import Node
 
 
 class BlockExtra(RecordExtra):

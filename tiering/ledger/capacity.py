@@ -9,13 +9,13 @@ from kvtier.tiering.ledger.chunks import chunk_end
 from kvtier.tiering.ledger.decoding import num_tail_copies
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
 from kvtier.tiering.ledger.key import BlockKey, Namespace, TokenKeys, multimodal_keys
+from kvtier.tiering.ledger.node import Walk
 from kvtier.tiering.ledger.prefill import num_chunk_blocks
 from kvtier.tiering.ledger.prefix import usable_rows, walked_values
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.sequence import ActiveSequence
 from kvtier.tiering.ledger.state import LedgerState
 from kvtier.tiering.ledger.storing import warm_prefix
-from kvtier.tiering.ledger.tree import Walk
 
 
 class PrefixReuse:
@@ -25,17 +25,22 @@ class PrefixReuse:
         reusable_blocks: full blocks of the prompt that are stored, on any level, and that every group can serve.
         referenced_blocks: those of them that active sequences hold in every group that needs them: they cost no free block.
         tokens_by_level: tokens of the reusable blocks by level (primary, secondary, NVMe); where groups differ, the slowest counts.
-        first_new_key: key of the first block that would have to be computed; None when every full block is stored.
-        unreferenced_by_group: reusable blocks that the group needs and nobody holds: each takes a free primary block.
+        unreferenced_by_group: reusable blocks that the group needs and nobody holds on the primary level: each takes a free block there.
     """
 
     def __init__(self, reusable_blocks: int, referenced_blocks: int, tokens_by_level: tuple[int, ...],
-                 first_new_key: BlockKey | None, unreferenced_by_group: tuple[int, ...]) -> None:
+                 unreferenced_by_group: tuple[int, ...], request: Request, keys: TokenKeys) -> None:
         self.reusable_blocks = reusable_blocks
         self.referenced_blocks = referenced_blocks
         self.tokens_by_level = tokens_by_level
-        self.first_new_key = first_new_key
         self.unreferenced_by_group = unreferenced_by_group
+        self._request = request
+        self._keys = keys
+
+    @property
+    def first_new_key(self) -> BlockKey | None:
+        """Key of the first block that would have to be computed; None when every full block is stored. Made when asked for."""
+        return _key_of(self._request, self._keys, self.reusable_blocks)
 
     @property
     def reusable_tokens(self) -> int:
@@ -51,16 +56,16 @@ def match(state: LedgerState, request: Request) -> PrefixReuse:
     keys = TokenKeys(request, state.tokens_per_block)
     tokens = [0] * NUM_LEVELS
     if not may_reuse(state, request):
-        return PrefixReuse(0, 0, tuple(tokens), _key_of(request, keys, 0), (0,) * len(state.groups))
+        return PrefixReuse(0, 0, tuple(tokens), (0,) * len(state.groups), request, keys)
     namespace = Namespace(state.rules.namespace_seed, request)
     usable = most_reusable(state, request)
     root = state.tree.find_root(namespace)
-    is_warm = namespace.is_persistent and any(allocator.warm for allocator in state.allocators)
+    is_warm = state.has_warm() and namespace.is_persistent
     if state.is_single and not is_warm:
         number = referenced = 0
         if root is not None:
             number, referenced = _count_single(state.tree.walk(root, keys, usable), state.tokens_per_block, tokens)
-        return PrefixReuse(number, referenced, tuple(tokens), _key_of(request, keys, number), (number - referenced,))
+        return PrefixReuse(number, referenced, tuple(tokens), (number - referenced,), request, keys)
     values: list[list[Block | None]] = [[] for _ in state.groups]
     if root is not None:
         walk = state.tree.walk(root, keys, usable)
@@ -82,13 +87,13 @@ def _summary(state: LedgerState, request: Request, keys: TokenKeys, rows: list[l
             level = level_of(block.index)
             if level > levels[position]:
                 levels[position] = level
-            if block.ref_count == 0:
+            if block.ref_count == 0 or level != PRIMARY:  # a lease may hold a lower block, which still has to come up
                 unreferenced[group] += 1
                 is_held[position] = False
     tokens = [0] * NUM_LEVELS
     for level in levels:
         tokens[level] += state.tokens_per_block
-    return PrefixReuse(number, sum(is_held), tuple(tokens), _key_of(request, keys, number), tuple(unreferenced))
+    return PrefixReuse(number, sum(is_held), tuple(tokens), tuple(unreferenced), request, keys)
 
 
 def _count_single(walk: Walk, tokens_per_block: int, tokens: list[int]) -> tuple[int, int]:
@@ -96,8 +101,10 @@ def _count_single(walk: Walk, tokens_per_block: int, tokens: list[int]) -> tuple
     number = 0
     referenced = 0
     blocks = [0] * NUM_LEVELS
-    for node, count in zip(walk.nodes, walk.counts, strict=True):
-        if count == node.length == node.present[0] and node.lower[0] == 0:  # the rule: nothing to look at one by one
+    for step in range(len(walk.nodes)):
+        node = walk.nodes[step]
+        count = walk.counts[step]
+        if count == node.length and count == node.present[0] and node.lower[0] == 0:  # the rule: nothing to look at one by one
             blocks[PRIMARY] += count
             referenced += node.held[0]
             number += count
@@ -108,8 +115,9 @@ def _count_single(walk: Walk, tokens_per_block: int, tokens: list[int]) -> tuple
             if block is None:
                 count = -1
                 break
-            blocks[level_of(block.index)] += 1
-            if block.ref_count > 0:
+            level = level_of(block.index)
+            blocks[level] += 1
+            if block.ref_count > 0 and level == PRIMARY:  # a lease may hold a lower block, which still has to come up
                 referenced += 1
             number += 1
         if count < 0:
@@ -146,8 +154,8 @@ def needed_blocks_one_step(state: LedgerState, request: Request | ActiveSequence
     """Primary blocks of a group that the next step (or two) may take.
 
     A request not admitted yet counts its whole prompt with drafts, or in a window group with chunked prefill the first chunk, less the
-    stored blocks that it needs not take: those that somebody references, and those out of its window. An unreferenced stored block is reused too, but still takes a free one. A
-    sequence counts what its next tokens need.
+    stored blocks that it needs not take: those that somebody references, and those out of its window. An unreferenced stored block is
+    reused too, but still takes a free one. A sequence counts what its next tokens need.
     """
     state.check_group(group)
     geometry = state.geometries[group]

@@ -12,8 +12,9 @@ from kvtier.pools.pool_index import PRIMARY
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.chunks import scratch_held
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
+from kvtier.tiering.ledger.keeping import use_path_of
 from kvtier.tiering.ledger.room import require_room
-from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow, check_token
+from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow, check_token, require_no_drafts
 from kvtier.tiering.ledger.state import LedgerState
 
 NOTHING_WANTED: Final[list[set[int]]] = []
@@ -25,8 +26,8 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
     A sequence with several beams gets one token for each beam; one with one beam any number.
 
     Raises:
-        RequestError: a token outside int32, an id twice, lists of different length, not one token for each beam; a prompt that has not
-            got the blocks of its last chunk.
+        RequestError: a token outside int32, an id twice, lists of different length, not one token for each beam, pending drafts, a prompt
+            that has not got the blocks of its last chunk.
         UnknownRequest: no such sequence.
         CapacityError: too few free primary blocks; nothing was appended to anybody.
     """
@@ -36,15 +37,21 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
         raise RequestError(f"ids={list(ids)}: an id is given twice")
     needed = [0] * len(state.groups)
     batch: list[ActiveSequence] = []
-    for request_id, appended in zip(ids, tokens, strict=True):
+    for number in range(len(ids)):
+        request_id = ids[number]
+        appended = tokens[number]
         sequence = state.sequence(request_id)
         require_reported(sequence)
-        for token in appended:
-            check_token(request_id, token)
+        require_no_drafts(sequence, "append")
+        for place in range(len(appended)):
+            check_token(request_id, appended[place])
         batch.append(sequence)
         if not appended:
             continue
         require_blocks_for_all(state, sequence, "append")
+        if state.is_single and not sequence.rows[0].other_beams:
+            needed[0] += _needed_by_one(sequence, len(appended), state.tokens_per_block)
+            continue
         beams = sequence.request.beam_width
         if beams > 1 and len(appended) != beams:
             raise RequestError(f"request {request_id}: {len(appended)} tokens for {beams} beams; append one token for each beam")
@@ -58,9 +65,59 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
         for sequence, appended in zip(batch, tokens, strict=True):
             if appended:
                 _leave_windows(state, sequence)  # of the whole batch, before anybody takes a block: the room was counted so
-    for sequence, appended in zip(batch, tokens, strict=True):
-        if appended:
+    for number in range(len(batch)):
+        sequence = batch[number]
+        appended = tokens[number]
+        if not appended:
+            continue
+        if state.is_single and not sequence.rows[0].other_beams:
+            _append_to_one(state, sequence, appended)
+        else:
+            use_path_of(state.moves, sequence.request)
             _append(state, sequence, appended if sequence.request.beam_width == 1 else appended[:1])
+            state.moves.use_default_path()
+
+
+def _needed_by_one(sequence: ActiveSequence, count: int, tokens_per_block: int) -> int:
+    """:func:`_needed` for the common case: one full-attention group, one beam."""
+    blocks = sequence.rows[0].blocks
+    num_tokens = sequence.keys.num_tokens
+    needed = (num_tokens + count + tokens_per_block - 1) // tokens_per_block - len(blocks)
+    if num_tokens % tokens_per_block and blocks[-1].ref_count > 1:
+        needed += 1
+    return needed
+
+
+def _append_to_one(state: LedgerState, sequence: ActiveSequence, appended: Sequence[int]) -> None:
+    """:func:`_append` for the common case: one full-attention group, one beam."""
+    keys = sequence.keys
+    row = sequence.rows[0]
+    blocks = row.blocks
+    tokens_per_block = state.tokens_per_block
+    if keys.num_tokens % tokens_per_block:
+        last = blocks[-1]
+        if last.ref_count > 1 or last.node is not None:
+            use_path_of(state.moves, sequence.request)
+            make_writable(state, row, 0, len(blocks) - 1)
+            state.moves.use_default_path()
+    for place in range(len(appended)):
+        keys.append(appended[place])
+    num_tokens = keys.num_tokens
+    if len(blocks) * tokens_per_block < num_tokens:
+        priority, duration = _decode_retention(sequence)
+        use_path_of(state.moves, sequence.request)
+        blocks.extend(state.allocators[0].take_many((num_tokens + tokens_per_block - 1) // tokens_per_block - len(blocks), priority,
+                                                    duration))
+        state.moves.use_default_path()
+    sequence.computed = num_tokens - 1
+
+
+def _decode_retention(sequence: ActiveSequence) -> tuple[int, float]:
+    """Priority and duration of blocks that generated tokens take."""
+    retention = sequence.request.retention
+    if retention is None:
+        return DEFAULT_PRIORITY, 0.0
+    return cast(int, retention.decode_priority), retention.decode_duration_seconds or 0.0
 
 
 def _needed(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, count: int) -> int:
@@ -123,9 +180,7 @@ def _append(state: LedgerState, sequence: ActiveSequence, appended: Sequence[int
         _copy_tail_to_beams(state, sequence)
     for token in appended:
         sequence.keys.append(token)
-    retention = sequence.request.retention
-    priority = DEFAULT_PRIORITY if retention is None else cast(int, retention.decode_priority)
-    duration = 0.0 if retention is None else retention.decode_duration_seconds or 0.0
+    priority, duration = _decode_retention(sequence)
     for row in sequence.rows:
         geometry = state.geometries[row.group]
         if geometry.kind == CROSS:
@@ -245,10 +300,11 @@ def rewind(state: LedgerState, request_id: int, num_tokens: int) -> None:
     """Take back the last ``num_tokens`` generated tokens (rejected drafts). A block that was cut leaves the tree.
 
     Raises:
-        RequestError: more than was generated, or further back than a window or a running state can go.
+        RequestError: more than was generated, or further back than a window or a running state can go; pending drafts.
         CapacityError: the cut block is shared and no primary block is free for a private copy; nothing has changed.
     """
     sequence = state.sequence(request_id)
+    require_no_drafts(sequence, "rewind")
     generated = sequence.num_tokens - sequence.request.num_tokens
     if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or not 0 <= num_tokens <= generated:
         raise RequestError(f"request {request_id}: rewind({num_tokens!r}); it has generated {generated} tokens and the prompt stays")
@@ -280,6 +336,7 @@ def rewind(state: LedgerState, request_id: int, num_tokens: int) -> None:
     sequence.computed = min(sequence.computed, left)
     sequence.covered = left
     sequence.valid = min(sequence.valid, sequence.computed)
+    use_path_of(state.moves, sequence.request)
     for row in sequence.rows:
         geometry = state.geometries[row.group]
         if geometry.kind == CROSS:
@@ -293,6 +350,7 @@ def rewind(state: LedgerState, request_id: int, num_tokens: int) -> None:
                 holders = _num_holders(row, last, blocks[last])
                 if holders == 1 or blocks[last].ref_count > holders:  # beams may go on sharing it until one of them writes
                     make_writable(state, row, beam, last)
+    state.moves.use_default_path()
 
 
 def _is_cut(state: LedgerState, row: SequenceRow, num_tokens: int) -> bool:

@@ -86,11 +86,12 @@ class StoredNote(Note):
 
     def data(self) -> EventData:
         blocks: list[StoredBlock] = []
+        is_mixed = len(self._priorities) > 1
         for run, first, count in self._spans:
             run.chain_key(first + count - 1)  # the last one first: that computes all of them in one go
             for position in range(first, first + count):
                 blocks.append(StoredBlock(run.chain_key(position), run.token_ids(position), run.namespace.lora_id, run.namespace.cache_salt,
-                                          self._level, self._priorities[len(blocks)], run.multimodal(position)))
+                                          self._level, self._priorities[len(blocks) if is_mixed else 0], run.multimodal(position)))
         run, first, _count = self._spans[0]
         return Stored(run.parent_chain_key(first), tuple(blocks))
 
@@ -203,7 +204,7 @@ class EventLog:
 
         Args:
             spans: (run, first position, count), in prompt order.
-            priorities: one for each block.
+            priorities: one for each block, or a single one that all of them have.
         """
         if self.enabled and spans:
             self._publish_removed(group)

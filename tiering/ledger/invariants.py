@@ -10,8 +10,8 @@ from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.chunks import scratch_held
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
 from kvtier.tiering.ledger.ledger import Ledger
+from kvtier.tiering.ledger.node import Node
 from kvtier.tiering.ledger.sequence import ActiveSequence
-from kvtier.tiering.ledger.tree import Node
 
 
 def verify(ledger: Ledger) -> None:
@@ -25,6 +25,7 @@ def verify(ledger: Ledger) -> None:
     for allocator in ledger.allocators:
         _check_slots(allocator)
         _check_rows(ledger, allocator)
+        _check_drafts(ledger, allocator)
         _check_references(ledger, allocator)
         for block in allocator.blocks:
             _check_handle(allocator, block)
@@ -40,6 +41,8 @@ def _fail(message: str) -> None:
 def _check_chunks(ledger: Ledger, sequence: ActiveSequence) -> None:
     if not sequence.computed <= sequence.covered <= sequence.num_tokens:
         _fail(f"request {sequence.id}: {sequence.computed} tokens computed, blocks for {sequence.covered} of {sequence.num_tokens}")
+    if sequence.must_cut:
+        return
     is_due = sequence.computed == sequence.covered < sequence.num_tokens
     if (ledger.paused.get(sequence.id) is sequence) != is_due:
         _fail(f"request {sequence.id}: paused exactly when the next token has no blocks; computed {sequence.computed}, blocks for "
@@ -76,6 +79,8 @@ def _check_rows(ledger: Ledger, allocator: BlockAllocator) -> None:
         name = f"request {sequence.id}, group {group}"
         if row.other_beams and len(row.other_beams) != sequence.request.beam_width - 1:
             _fail(f"{name}: {len(row.other_beams) + 1} beams of {sequence.request.beam_width}")
+        if row.departed_ids and any(len(ids) != row.num_departed for ids in row.departed_ids):
+            _fail(f"{name}: all beams leave the window together")
         num_tokens = sequence.request.encoder_length if geometry.kind == CROSS else sequence.num_tokens
         if ledger.is_chunked and geometry.kind == WINDOW:
             num_tokens = sequence.covered
@@ -94,6 +99,24 @@ def _check_rows(ledger: Ledger, allocator: BlockAllocator) -> None:
                           f"{row.num_departed} have left")
             if blocks and blocks[-1].id < 0 and geometry.kind == RECURRENT:
                 _fail(f"{name}: the last position has no block for the running state")
+
+
+def _check_drafts(ledger: Ledger, allocator: BlockAllocator) -> None:
+    """Pending drafts have blocks to their last place, and what is stored is in none that they may be written into."""
+    geometry = ledger.geometries[allocator.group]
+    for sequence in ledger.sequences.values():
+        tree = sequence.drafts
+        if tree is None or geometry.kind == CROSS:
+            continue
+        row = sequence.rows[allocator.group]
+        name = f"request {sequence.id}, group {allocator.group}"
+        if tree.num_tokens != sequence.num_tokens or row.other_beams or geometry.kind == RECURRENT:
+            _fail(f"{name}: drafts behind {tree.num_tokens} of {sequence.num_tokens} tokens, {len(row.other_beams) + 1} beams")
+        if len(row.blocks) != geometry.num_blocks(tree.num_tokens + tree.num_drafts):
+            _fail(f"{name}: {tree.num_tokens} tokens and {tree.num_drafts} drafts in {len(row.blocks)} blocks")
+        for position in range(geometry.num_blocks(tree.num_tokens + 1) - 1, len(row.blocks)):
+            if row.blocks[position].id < 0 or row.blocks[position].node is not None:
+                _fail(f"{name}: the drafts' block at position {position} is stored, or not there")
 
 
 def _check_references(ledger: Ledger, allocator: BlockAllocator) -> None:

@@ -8,9 +8,17 @@ from kvtier.policies.retention import DEFAULT_PRIORITY, RetentionConfig
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.file_level import ALREADY_EXPIRED
+from kvtier.tiering.ledger.moves import MoveLog
 from kvtier.tiering.ledger.request import Request
 
 FAR_AWAY: Final = 1 << 62  # behind the end of every prompt
+
+
+def use_path_of(moves: MoveLog, request: Request) -> None:
+    """Moves that are decided from now on are on behalf of this request, and travel as it has chosen."""
+    retention = request.retention
+    if retention is not None:
+        moves.use_path(retention.transfer_mode.value, retention.directory or "")
 
 
 def take_for(allocator: BlockAllocator, request: Request, position: int, priority: int = DEFAULT_PRIORITY, duration: float = 0.0) -> Block:

@@ -13,12 +13,13 @@ from kvtier.errors import CapacityError, RequestError, UnknownBlock
 from kvtier.policies.eviction import NOT_QUEUED
 from kvtier.policies.retention import check_priority, priority_of
 from kvtier.pools.pool_index import LEVEL_NAMES, PRIMARY, SECONDARY, level_of
-from kvtier.tiering.ledger import beams, decoding, prefill
+from kvtier.tiering.ledger import beams, decoding, drafts, prefill
 from kvtier.tiering.ledger.admission import BatchPlanner, has_private_tail, may_reuse, may_store
 from kvtier.tiering.ledger.admitting import carry_out
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.chunks import most_in_prefill
 from kvtier.tiering.ledger.decoding import require_reported
+from kvtier.tiering.ledger.draft_tree import DraftTree
 from kvtier.tiering.ledger.group import WINDOW, GroupSpec
 from kvtier.tiering.ledger.keeping import change_priority
 from kvtier.tiering.ledger.key import Namespace, TokenKeys
@@ -191,6 +192,31 @@ class Ledger(LedgerState):
         """Let each beam continue another one; see :func:`beams.reorder_beams`."""
         beams.reorder_beams(self, request_id, parents)
 
+    # -- drafts ----------------------------------------------------------------------------------------------------------
+
+    def propose_drafts(self, request_id: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        """Give speculative tokens that branch their places; see :func:`drafts.propose_drafts`."""
+        drafts.propose_drafts(self, request_id, tokens, parents)
+
+    def pending_drafts(self, request_id: int) -> DraftTree:
+        """The drafts of a sequence, with what each of them sees; see :func:`drafts.pending_drafts`."""
+        return drafts.pending_drafts(self, request_id)
+
+    def draft_moves(self, request_id: int, nodes: Sequence[int]) -> list[tuple[int, int]]:
+        """What :meth:`accept_drafts` will return, or raise. Changes nothing."""
+        tree = drafts.pending_drafts(self, request_id)
+        return tree.moves_of(drafts.accepted_path(request_id, tree, nodes))
+
+    def accept_drafts(self, request_id: int, nodes: Sequence[int]) -> list[tuple[int, int]]:
+        """The drafts of one path become tokens; see :func:`drafts.accept_drafts`."""
+        return drafts.accept_drafts(self, request_id, nodes)
+
+    def drop_drafts(self, request_id: int) -> None:
+        """Forget drafts that were not verified; see :func:`drafts.drop_drafts`."""
+        drafts.drop_drafts(self, request_id)
+
+    # -- single places ---------------------------------------------------------------------------------------------------
+
     def make_writable(self, request_id: int, position: int, group: int = 0) -> Block:
         """The sequence's block at this position, alone in holding it and out of the tree, so that it may be written.
 
@@ -253,7 +279,7 @@ class Ledger(LedgerState):
         """Store what was computed, the partial tail included, and hold what the tree has of it from now on: what a later request of
         the same prompt will find. Blocks that the tree had before are held instead of the sequence's own copies."""
         sequence = self.sequence(request_id)
-        self._store(sequence, True)
+        self._store(sequence, sequence.drafts is None)  # the unfilled block is being written: it holds the first drafts
         return self._lease(request_id, stored_rows(self, sequence))
 
     def _lease(self, request_id: int, rows: list[list[Block]]) -> Lease:
@@ -364,7 +390,10 @@ class Ledger(LedgerState):
             lose(self, move.group, lost)
 
     def deliver(self, sequence: ActiveSequence) -> None:
-        """The sequence is ready: its hits count now, by the level they came from."""
+        """The sequence is ready: its hits count now, by the level they came from. What it has lost is told with this."""
+        drafts.drop_lost_drafts(self, sequence)
+        if sequence.must_cut:
+            prefill.cut_back(self, sequence)
         sequence.must_report = False
         if sequence.delivered:
             return

@@ -13,10 +13,11 @@ from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.moves import MoveLog
+from kvtier.tiering.ledger.node import Node
 from kvtier.tiering.ledger.rules import TierRules
 from kvtier.tiering.ledger.slots import SlotTable
 from kvtier.tiering.ledger.stats import LedgerCounters
-from kvtier.tiering.ledger.tree import Node, ReuseTree
+from kvtier.tiering.ledger.tree import ReuseTree
 
 
 class LevelTable(SlotTable):
@@ -172,6 +173,7 @@ class LevelTable(SlotTable):
                 return self._swap_down(victim, backing)
             self.drop(victim)
             self.counters.dropped += 1
+            self.counters.host_dropped += 1
         return victim
 
     def _move(self, source: Block, target: Block, num_tokens: int, key: bytes) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from kvtier.pools.pool_index import PRIMARY, level_of
-from kvtier.tiering.ledger import prefill
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
-from kvtier.tiering.ledger.keeping import take_for
+from kvtier.tiering.ledger.keeping import take_for, use_path_of
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
 from kvtier.tiering.ledger.state import LedgerState
 
@@ -38,7 +37,9 @@ def lose(state: LedgerState, group: int, block: Block) -> None:
     for sequence in state.sequences.values():
         position = _position_of(sequence.rows[group], block)
         if position >= 0:
+            use_path_of(state.moves, sequence.request)
             _fall_back(state, sequence, group, position, block)
+            state.moves.use_default_path()
     allocator.end_call()
     if block.ref_count == 0 and not allocator.is_busy(block):
         allocator.queues.claim(block)
@@ -70,8 +71,7 @@ def _fall_back(state: LedgerState, sequence: ActiveSequence, group: int, positio
     sequence.computed = left
     sequence.valid = min(sequence.valid, left)
     sequence.num_prefix_blocks = min(sequence.num_prefix_blocks, left // state.tokens_per_block)
-    if state.is_chunked:
-        prefill.cut_back(state, sequence, left)
+    sequence.must_cut = state.is_chunked  # not now: a step may be writing into its blocks
     exchanges = [_exchanges(state, sequence, row, left) for row in sequence.rows]
     for row in sequence.rows:
         needed = sum(1 for exchange in exchanges[row.group] if not exchange.is_optional)
@@ -81,7 +81,7 @@ def _fall_back(state: LedgerState, sequence: ActiveSequence, group: int, positio
     for row in sequence.rows:
         _carry_out(state, sequence, row, exchanges[row.group])
         kind = state.geometries[row.group].kind
-        if kind == WINDOW and left == 0:
+        if kind == WINDOW and left == 0 and not sequence.must_cut:
             row.departed_ids = []
         elif kind == RECURRENT:
             _forget_states(row, left // state.tokens_per_block, state)
@@ -108,7 +108,7 @@ def _exchanges(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, n
     """Where the row needs another block before the tokens behind its first ``num_tokens`` ones are written again."""
     geometry = state.geometries[row.group]
     found: list[Exchange] = []
-    if geometry.kind == CROSS or not row.blocks:
+    if geometry.kind == CROSS or not row.blocks or (geometry.kind == WINDOW and sequence.must_cut):
         return found
     first = geometry.num_blocks(num_tokens)
     if geometry.kind == RECURRENT:
@@ -180,4 +180,5 @@ def _start_from_kept(state: LedgerState, row: SequenceRow, position: int) -> Non
         blocks = row.beam(beam)
         if blocks[-1].id not in copied:
             copied.add(blocks[-1].id)
+            blocks[-1].generation += 1  # an earlier Move into it that fails later has nothing to do with what is there then
             state.allocators[row.group].copy(blocks[position], blocks[-1], 0)

@@ -94,6 +94,15 @@ class MoveLog:
         self.directory = ""
         self._records: list[Move | Discard] = []
 
+    def use_path(self, mode: str, directory: str) -> None:
+        """What is decided from now on travels like this."""
+        self.mode = mode
+        self.directory = directory
+
+    def use_default_path(self) -> None:
+        self.mode = "dram"
+        self.directory = ""
+
     def move(self, group: int, block_id: int, source: PoolIndex, source_generation: int, destination: PoolIndex,
              destination_generation: int, num_tokens: int, key: bytes, priority: int, expiry: float) -> None:
         self._records.append(Move(self.next_number, group, block_id, source, source_generation, destination,

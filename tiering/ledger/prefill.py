@@ -12,7 +12,7 @@ from kvtier.tiering.ledger.admission import may_store
 from kvtier.tiering.ledger.chunks import chunk_end, scratch_held, scratch_span
 from kvtier.tiering.ledger.decoding import depart
 from kvtier.tiering.ledger.group import WINDOW, GroupGeometry
-from kvtier.tiering.ledger.keeping import take_for, take_run_for
+from kvtier.tiering.ledger.keeping import take_for, take_run_for, use_path_of
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
 from kvtier.tiering.ledger.state import LedgerState
 from kvtier.tiering.ledger.storing import store_blocks
@@ -50,14 +50,16 @@ def extend(state: LedgerState, sequence: ActiveSequence) -> bool:
     """One attempt to end a pause. Returns whether the sequence has blocks to go on with."""
     if sequence.id not in state.paused:
         return True
-    if sequence.must_preempt:
+    if sequence.must_preempt or sequence.must_report:
         return False
     _leave_windows(state, sequence)
     return _extend(state, sequence, [False] * len(state.groups))
 
 
-def cut_back(state: LedgerState, sequence: ActiveSequence, num_tokens: int) -> None:
-    """After a loss: window rows end with the first ``num_tokens`` tokens, and the sequence goes on from there chunk by chunk."""
+def cut_back(state: LedgerState, sequence: ActiveSequence) -> None:
+    """The engine hears of a loss: window rows end with what is still computed, and the sequence goes on from there chunk by chunk."""
+    sequence.must_cut = False
+    num_tokens = sequence.computed
     forget(state, sequence)
     for row in sequence.rows:
         geometry = state.geometries[row.group]
@@ -126,9 +128,11 @@ def _extend(state: LedgerState, sequence: ActiveSequence, closed: list[bool]) ->
     counters = state.counters
     taken_before = counters.alloc_total
     new_before = counters.alloc_new
+    use_path_of(state.moves, sequence.request)
     for row in sequence.rows:
         if state.geometries[row.group].kind == WINDOW:
             _take_chunk(state, sequence, row, end)
+    state.moves.use_default_path()
     sequence.total_blocks += counters.alloc_total - taken_before
     sequence.new_blocks += counters.alloc_new - new_before
     sequence.covered = end
@@ -170,6 +174,5 @@ def _take_chunk(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, 
     for position in range(shared, total):
         for beam in range(request.beam_width):
             row.beam(beam).append(take_for(allocator, request, position))
-    allocator.end_call()
     state.counters.missed += total - first
     sequence.missed_blocks += total - first

@@ -10,9 +10,9 @@ from typing import cast
 
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupGeometry
+from kvtier.tiering.ledger.node import Walk
 from kvtier.tiering.ledger.sequence import ActiveSequence
 from kvtier.tiering.ledger.state import LedgerState
-from kvtier.tiering.ledger.tree import Walk
 
 
 def usable_prefix(state: LedgerState, walk: Walk) -> list[list[Block]]:
@@ -39,7 +39,9 @@ def usable_rows(state: LedgerState, values: list[list[Block | None]]) -> list[li
 def present_prefix(walk: Walk, group: int) -> list[Block]:
     """The handles along a walk up to the first hole."""
     found: list[Block] = []
-    for node, count in zip(walk.nodes, walk.counts, strict=True):
+    for step in range(len(walk.nodes)):
+        node = walk.nodes[step]
+        count = walk.counts[step]
         values = node.values[group]
         if node.present[group] == node.length and count == node.length:
             found.extend(cast(list[Block], values))

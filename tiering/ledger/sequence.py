@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvtier.errors import RequestError
 from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.draft_tree import DraftTree
 from kvtier.tiering.ledger.key import Namespace, TokenKeys
 from kvtier.tiering.ledger.request import INT32_MAX, INT32_MIN, Request
 
@@ -55,11 +56,14 @@ class ActiveSequence:
         covered: with chunked prefill, leading tokens that the window groups have, or had, blocks for.
         prepopulated: leading tokens promised by reuse; ``valid`` is what is left of them after failed reads.
         num_prefix_blocks: leading blocks that came from reuse, the partially matched one included.
+        num_stored: no block from this position on was ever stored by this sequence.
         origin_levels: level on which each of these was found.
         must_report: ``valid`` shrank and the engine has not been told yet.
+        must_cut: window rows that are filled chunk by chunk are to be cut back when the engine is told.
         must_preempt: a failed block could not be replaced; the engine has to remove this sequence.
         delivered: its hits have been counted.
         external_tokens: tokens behind the reused ones that somebody else has announced.
+        drafts: proposed tokens that are not part of the sequence; its rows reach to the last of them.
     """
 
     def __init__(self, request: Request, keys: TokenKeys, namespace: Namespace, order: int, num_groups: int) -> None:
@@ -73,11 +77,14 @@ class ActiveSequence:
         self.prepopulated = 0
         self.valid = 0
         self.num_prefix_blocks = 0
+        self.num_stored = 0
         self.origin_levels: list[int] = []
         self.must_report = False
         self.must_preempt = False
+        self.must_cut = False
         self.delivered = False
         self.external_tokens = 0
+        self.drafts: DraftTree | None = None
         self.total_blocks = 0
         self.new_blocks = 0
         self.reused_blocks = 0
@@ -122,3 +129,10 @@ def check_token(request_id: int, token: int) -> None:
     """Raise RequestError unless a sampled token fits int32."""
     if isinstance(token, bool) or not isinstance(token, int) or not INT32_MIN <= token <= INT32_MAX:
         raise RequestError(f"request {request_id}: token {token!r}; a token id is a whole number within int32")
+
+
+def require_no_drafts(sequence: ActiveSequence, verb: str) -> None:
+    """Raise RequestError while drafts stand where the sequence would change."""
+    if sequence.drafts is not None:
+        raise RequestError(f"request {sequence.id}: {verb}() while {sequence.drafts.num_drafts} drafts are pending; call accept_drafts() "
+                           "or drop_drafts() first")

@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right, insort
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from kvtier.tiering.ledger.tree import Node
+    from kvtier.tiering.ledger.node import Node
 
 BUCKET_KEYS: Final = 512
 
@@ -138,5 +138,9 @@ class PartialPlaces:
 def common_tokens(left: bytes, right: bytes, width: int) -> int:
     """Equal leading tokens of two keys."""
     size = min(len(left), len(right))
+    if size == 0 or left[0] != right[0]:  # mostly
+        return 0
+    if left.startswith(right) or right.startswith(left):
+        return size // width
     different = int.from_bytes(left[:size], "big") ^ int.from_bytes(right[:size], "big")
     return (size - (different.bit_length() + 7) // 8) // width

@@ -70,6 +70,13 @@ class LedgerState:
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(self.groups):
             raise RequestError(f"group={group!r}: this layout has groups 0..{len(self.groups) - 1}")
 
+    def has_warm(self) -> bool:
+        """Whether a store directory held blocks at the start that nobody has matched yet."""
+        for allocator in self.allocators:  # noqa: SIM110 (asked for every prompt; a generator costs more than the loop)
+            if allocator.warm:
+                return True
+        return False
+
     def sequence(self, request_id: int) -> ActiveSequence:
         """Raises UnknownRequest."""
         sequence = self.sequences.get(request_id) if isinstance(request_id, int) else None

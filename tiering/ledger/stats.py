@@ -9,7 +9,8 @@ class LedgerCounters:
     """Plain counters, incremented where things happen.
 
     ``hit_tokens`` and ``hit_blocks`` (by the level the block was found on) count when the bytes were delivered, not when they
-    were promised. ``dropped`` counts blocks that lost their content although somebody might have matched it.
+    were promised. ``dropped`` counts blocks that lost their content although somebody might have matched it; ``host_dropped`` those
+    of them whose content was on the secondary level: in host memory there is no other copy of it.
     """
 
     def __init__(self) -> None:
@@ -19,6 +20,7 @@ class LedgerCounters:
         self.reused_partial = 0
         self.missed = 0
         self.dropped = 0
+        self.host_dropped = 0
         self.lost = 0          # blocks whose Move failed
         self.quarantined = 0
         self.hit_tokens: list[int] = [0] * NUM_LEVELS
@@ -27,5 +29,5 @@ class LedgerCounters:
     def values(self) -> dict[str, int]:
         """The scalar counters by name."""
         return {"alloc_total": self.alloc_total, "alloc_new": self.alloc_new, "reused_full": self.reused_full,
-                "reused_partial": self.reused_partial, "missed": self.missed, "dropped": self.dropped, "lost": self.lost,
-                "quarantined": self.quarantined}
+                "reused_partial": self.reused_partial, "missed": self.missed, "dropped": self.dropped,
+                "host_dropped": self.host_dropped, "lost": self.lost, "quarantined": self.quarantined}

@@ -11,8 +11,9 @@ from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.group import FULL, RECURRENT, WINDOW, GroupSpec
 from kvtier.tiering.ledger.key import KeyRun, Namespace, TokenKeys, next_chain_key
+from kvtier.tiering.ledger.node import Node, Walk
 from kvtier.tiering.ledger.sequence import ActiveSequence
-from kvtier.tiering.ledger.tree import Node, ReuseTree, Walk
+from kvtier.tiering.ledger.tree import ReuseTree
 
 
 def storing_order(groups: list[GroupSpec]) -> list[int]:
@@ -34,7 +35,10 @@ class StoredRuns:
         self._level = level
         self._end = -1
         self._spans: list[tuple[KeyRun, int, int]] = []
-        self._priorities: list[int] = []
+        self._count = 0
+        self._priority = 0                 # of all blocks so far, unless they are mixed
+        self._is_mixed = False
+        self._priorities: list[int] = []   # of each block, once they are
 
     def add(self, node: Node, position: int, number: int, blocks: list[Block], start: int, count: int) -> None:
         """``blocks[start:start + count]``, of the prompt from ``number`` on, went into the places of a run from ``position`` on."""
@@ -44,16 +48,24 @@ class StoredRuns:
             self.publish()
         self._end = number + count
         self._spans.append((node.run, position, count))
-        priorities = [block.priority for block in blocks[start:start + count]]
-        if self._priorities:
-            self._priorities.extend(priorities)
-        else:
-            self._priorities = priorities
+        if self._count == 0:
+            self._priority = blocks[start].priority
+        if not self._is_mixed:
+            for position in range(start, start + count):
+                if blocks[position].priority != self._priority:
+                    self._is_mixed = True
+                    self._priorities = [self._priority] * self._count
+                    break
+        if self._is_mixed:
+            self._priorities.extend([block.priority for block in blocks[start:start + count]])
+        self._count += count
 
     def publish(self) -> None:
         if self._spans:
-            self._events.stored(self._group, self._spans, self._level, self._priorities)
+            self._events.stored(self._group, self._spans, self._level, self._priorities if self._is_mixed else [self._priority])
             self._spans = []
+            self._count = 0
+            self._is_mixed = False
             self._priorities = []
 
 
@@ -72,8 +84,10 @@ def store_blocks(tree: ReuseTree, allocators: list[BlockAllocator], groups: list
     if not order:
         return
     walk = tree.walk(tree.root(sequence.namespace), keys, usable)
-    if _leave_other_places(tree, allocators, order, sequence, walk, usable // tokens_per_block):
+    end = min(usable // tokens_per_block, max(sequence.num_prefix_blocks, sequence.num_stored))  # blocks behind were never in the tree
+    if _leave_other_places(tree, allocators, order, sequence, walk, end):
         walk = tree.walk(tree.root(sequence.namespace), keys, usable)
+    sequence.num_stored = max(sequence.num_stored, usable // tokens_per_block + 1)
     num_old = len(walk.nodes)
     old_counts = list(walk.counts)
     spans = tree.extend(walk, keys, usable)
@@ -115,16 +129,18 @@ def _leave_other_places(tree: ReuseTree, allocators: list[BlockAllocator], order
     for group in order:
         blocks = sequence.rows[group].blocks
         number = 0
-        for node, count in zip(walk.nodes, walk.counts, strict=True):
+        for step in range(len(walk.nodes)):
+            node = walk.nodes[step]
+            count = walk.counts[step]
             if node.present[group] < node.length:
                 values = node.values[group]
                 for position in range(count):
                     if values[position] is None and blocks[number + position].node is not None:
                         found.append((group, blocks[number + position]))
             number += count
-        for block in blocks[walk.num_blocks:end]:
-            if block.node is not None:
-                found.append((group, block))
+        for number in range(walk.num_blocks, end):
+            if blocks[number].node is not None:
+                found.append((group, blocks[number]))
     for group, block in found:
         allocators[group].publish_removed(block)
         tree.detach(block, group)

@@ -14,90 +14,12 @@ from typing import Final
 from kvtier.pools.pool_index import PRIMARY, level_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.key import NO_CHAIN, Identity, KeyRun, Namespace, TokenKeys
+from kvtier.tiering.ledger.node import Node, Walk, cut, cut_run, filled_length, grow
 from kvtier.tiering.ledger.siblings import PartialPlaces, SiblingOrder, common_tokens
 
 MAX_GROWING_RUN: Final = 64  # blocks; longer runs are continued in a child, so that growing stays cheap
 COPIED_BYTES: Final = 4096  # so much is copied and compared sooner than ``startswith`` is called or a view made
 FEW_CHILDREN: Final = 8  # up to so many are looked through one by one for partial matches
-
-
-class Node:
-    """A run of blocks.
-
-    ``label`` (the same object as the run's) holds the keys of its blocks back to back. After evictions at the end only the first
-    ``length`` blocks count; label and run are cut when more than half of them is stale, or when the node gets a child.
-
-    Attributes:
-        values: handles by group and position, None for holes.
-        present, held, lower: by group, how many handles there are, how many of them somebody references, and how many are not on the
-            primary level: so that a match of a long prompt need not look at each handle.
-    """
-
-    __slots__ = ("block_bytes", "children", "held", "is_plain", "label", "length", "lower", "order", "parent", "present", "run", "values")
-
-    def __init__(self, parent: Node | None, run: KeyRun, block_bytes: int, num_groups: int) -> None:
-        self.parent = parent
-        self.run = run
-        self.label = run.label
-        self.length = run.num_blocks
-        self.is_plain = run.is_plain    # a run of full blocks without suffix: may grow and split
-        self.block_bytes = block_bytes  # bytes of one full plain block's key
-        self.values: list[list[Block | None]] = [[None] * run.num_blocks for _ in range(num_groups)]
-        self.present: list[int] = [0] * num_groups
-        self.held: list[int] = [0] * num_groups
-        self.lower: list[int] = [0] * num_groups
-        self.children: dict[bytes, Node] = NO_CHILDREN
-        self.order: SiblingOrder | None = None  # keys of the children without suffix, once there were more than a few
-
-    @property
-    def key(self) -> bytes:
-        """What the parent finds this node by."""
-        return self.label[:self.block_bytes] if self.is_plain else self.label
-
-    @property
-    def namespace(self) -> Namespace:
-        return self.run.namespace
-
-    def block_key(self, position: int) -> bytes:
-        """Key of one block of the run."""
-        return self.run.block_key(position)
-
-    def chain_key(self, position: int) -> bytes:
-        """SHA-256 chain key of one block of the run, computed when first asked for."""
-        return self.run.chain_key(position)
-
-    def parent_chain_key(self, position: int) -> bytes | None:
-        """Chain key of the block before, None at the start of a prompt."""
-        return self.run.parent_chain_key(position)
-
-    def is_leaf(self, position: int) -> bool:
-        """Nothing is stored behind this block, in any group."""
-        return position == self.length - 1 and not self.children
-
-    def takes_partial(self) -> bool:
-        """Whether part of its first block may be matched: it has no suffix, for part of an item is not that item."""
-        return self.is_plain or len(self.label) == self.run.block_bytes
-
-
-NO_CHILDREN: Final[dict[bytes, Node]] = {}  # shared by all leaves; replaced, never filled
-
-
-class Walk:
-    """How far a prompt is in the tree: ``nodes[i]`` matched its first ``counts[i]`` blocks; ``num_blocks`` in total."""
-
-    __slots__ = ("counts", "nodes", "num_blocks", "root")
-
-    def __init__(self, root: Node) -> None:
-        self.root = root
-        self.nodes: list[Node] = []
-        self.counts: list[int] = []
-        self.num_blocks = 0
-
-    def end(self) -> tuple[Node, int]:
-        """The last node reached and how many of its blocks matched; (root, 0) when nothing matched."""
-        if self.nodes:
-            return self.nodes[-1], self.counts[-1]
-        return self.root, 0
 
 
 class ReuseTree:
@@ -220,7 +142,7 @@ class ReuseTree:
                 if node.is_plain and not node.children and node.length + count <= MAX_GROWING_RUN:
                     spans.append((node, node.length, count))
                     walk.counts[-1] += count
-                    _grow(node, label, count)
+                    grow(node, label, count)
                 else:
                     node = self._add_child(node, label, count, True, keys.block_bytes)
                     spans.append((node, 0, count))
@@ -268,7 +190,7 @@ class ReuseTree:
         values = node.values[group]
         num_tokens = self.tokens_per_block
         span = blocks[start:start + count]
-        assert values[first:first + count].count(None) == len(span) == count
+        assert len(span) == count
         values[first:first + count] = span
         position = first
         held = 0
@@ -331,10 +253,10 @@ class ReuseTree:
     def prune(self, node: Node) -> None:
         """Drop holes at the end of a childless run, and the run itself when nothing is left, then look at its parent."""
         while node.parent is not None and not node.children:
-            length = _filled_length(node)
+            length = filled_length(node)
             if length > 0:
                 if length < node.length:
-                    _cut(node, length)
+                    cut(node, length)
                 return
             parent = node.parent
             key = node.key
@@ -366,7 +288,7 @@ class ReuseTree:
 
     def _add_child(self, parent: Node, label: bytes, length: int, is_plain: bool, block_bytes: int) -> Node:
         if parent.length < parent.run.num_blocks:
-            _cut_run(parent)  # it becomes the parent of another run: that stands for all of its blocks
+            cut_run(parent)  # it becomes the parent of another run: that stands for all of its blocks
         before = None if parent.parent is None else parent.run
         child = Node(parent, KeyRun(parent.run.namespace, block_bytes, label, length, is_plain, before, NO_CHAIN), parent.block_bytes,
                      self.num_groups)
@@ -419,49 +341,6 @@ class ReuseTree:
         node.children = {rest.key: rest}
         node.order = None
         # The upper part may end in holes now that it is shorter, but it has a child, so it stays.
-
-
-def _grow(node: Node, label: bytes, count: int) -> None:
-    """Add blocks to the end of a childless plain run."""
-    node.run = node.run.grown(node.length, label, count)
-    node.label = node.run.label
-    node.length += count
-    for values in node.values:
-        values.extend([None] * count)
-
-
-def _filled_length(node: Node) -> int:
-    """The run's length without the holes at its end."""
-    length = node.length
-    for present in node.present:
-        if present > 0:
-            break
-    else:
-        return 0
-    while length > 0:
-        for values in node.values:
-            if values[length - 1] is not None:
-                return length
-        length -= 1
-    return 0
-
-
-def _cut(node: Node, length: int) -> None:
-    """Give up the places behind the first ``length``. The label is copied when half of it is stale, so that each block costs O(1)."""
-    single = length == node.length - 1
-    for values in node.values:
-        if single:
-            values.pop()
-        else:
-            del values[length:]
-    node.length = length
-    if node.run.num_blocks > 2 * length:
-        _cut_run(node)
-
-
-def _cut_run(node: Node) -> None:
-    node.run = node.run.upper(node.length)
-    node.label = node.run.label
 
 
 def _shared_tokens(place: tuple[int, Node, int]) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvtier.tiering.ledger.key import Namespace, TokenKeys, next_chain_key
+from kvtier.tiering.ledger.node import Node
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.state import LedgerState
-from kvtier.tiering.ledger.tree import Node
 
 
 def truncate(state: LedgerState, request: Request, keep_tokens: int) -> int:

@@ -7,6 +7,8 @@ from group_run import GroupRun, full, recurrent, window
 
 from kvtier.errors import CapacityError, RequestError, UnknownRequest
 from kvtier.pools.pool_index import SECONDARY, level_of
+from kvtier.tiering.ledger import capacity
+from kvtier.tiering.ledger.group import GroupSpec
 
 
 def test_a_pin_holds_every_block_of_every_group_once_and_no_placeholder() -> None:
@@ -119,6 +121,26 @@ def test_a_stored_block_on_the_secondary_level_is_held_there() -> None:
     assert run.ledger.block(0) in lease.rows[0]
     run.drop(twin)
     assert run.reuse(range(9)) == 8, "it may come up while it is held"
+    run.ledger.release_lease(lease)
+    run.finish()
+
+
+@pytest.mark.parametrize("groups", [[full(12, 4)], [full(12, 4), window(16, 12, 4)]])
+def test_a_block_that_is_held_on_the_secondary_level_still_costs_a_primary_one(groups: list[GroupSpec]) -> None:
+    run = GroupRun(*groups)
+    run.serve(range(9))
+    run.ledger.offload(0)
+    run.settle()
+    twin = run.add(range(9), skip_read=True)
+    assert run.compute(twin)
+    lease = run.ledger.store_and_pin(twin.id)
+    request = run.request(range(9))
+    reuse = capacity.match(run.ledger, request)
+    assert (reuse.reusable_blocks, reuse.referenced_blocks, reuse.unreferenced_by_group[0]) == (2, 1, 1)
+    needed = [capacity.needed_blocks_one_step(run.ledger, request, False, group) for group in range(len(groups))]
+    free = [run.free(group) for group in range(len(groups))]
+    run.add_all(request)
+    assert [before - run.free(group) for group, before in enumerate(free)] == needed
     run.ledger.release_lease(lease)
     run.finish()
 

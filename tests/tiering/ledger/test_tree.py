@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from kvtier.pools.pool_index import PRIMARY, pool_index
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.key import Namespace, TokenKeys, next_chain_key
+from kvtier.tiering.ledger.node import Node
 from kvtier.tiering.ledger.request import MultimodalItem, Request
-from kvtier.tiering.ledger.tree import MAX_GROWING_RUN, Node, ReuseTree
+from kvtier.tiering.ledger.tree import MAX_GROWING_RUN, ReuseTree
 from kvtier.types import BlockId
 
 IMAGE = b"\x01" * 32

@@ -5,8 +5,9 @@ from __future__ import annotations
 from kvtier.pools.pool_index import PRIMARY, pool_index
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.key import Namespace, TokenKeys
+from kvtier.tiering.ledger.node import Node
 from kvtier.tiering.ledger.request import Request
-from kvtier.tiering.ledger.tree import Node, ReuseTree
+from kvtier.tiering.ledger.tree import ReuseTree
 from kvtier.types import BlockId
 
 TOKENS_PER_BLOCK = 2

@@ -16,8 +16,9 @@ from kvtier.pools.pool_index import PRIMARY, pool_index
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog, Removed, Stored, StoredBlock
 from kvtier.tiering.ledger.key import KeyRun, Namespace, TokenKeys, next_chain_key
+from kvtier.tiering.ledger.node import Node, Walk
 from kvtier.tiering.ledger.request import MultimodalItem, Request
-from kvtier.tiering.ledger.tree import FEW_CHILDREN, MAX_GROWING_RUN, Node, ReuseTree, Walk
+from kvtier.tiering.ledger.tree import FEW_CHILDREN, MAX_GROWING_RUN, ReuseTree
 from kvtier.types import BlockId
 
 IMAGES = (b"\x01" * 32, b"\x02" * 32)
