@@ -205,7 +205,8 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
         """Ask somebody else, at each admission, for tokens behind the reused ones: ``num_new_matched_tokens(request, num_matched)``.
 
         What it announces (whole blocks) gets blocks and stands in the admission's ``external_tokens``; the engine loads it and calls
-        ``mark_computed``. It is called with the ledger locked: it must answer at once and must not call the manager.
+        ``mark_computed``, with chunked prefill over windows for one chunk after the other. It is called with the ledger locked: it must
+        answer at once and must not call the manager.
         """
         with self.locked() as ledger:
             ledger.inbound = inbound
