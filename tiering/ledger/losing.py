@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvtier.pools.pool_index import PRIMARY, level_of
 from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.chunks import most_in_prefill
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
 from kvtier.tiering.ledger.keeping import take_for, use_path_of
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
@@ -77,6 +78,11 @@ def _fall_back(state: LedgerState, sequence: ActiveSequence, group: int, positio
         needed = sum(1 for exchange in exchanges[row.group] if not exchange.is_optional)
         if needed > state.allocators[row.group].queues.num_free(PRIMARY):
             sequence.must_preempt = True
+            return
+        geometry = state.geometries[row.group]
+        if sequence.must_cut and geometry.kind == WINDOW and state.allocators[row.group].num_blocks[PRIMARY] < most_in_prefill(
+                geometry, state.rules.chunk_size, sequence.num_tokens, 0):
+            sequence.must_preempt = True  # what it has generated was computed token by token; a chunk of it does not fit
             return
     for row in sequence.rows:
         _carry_out(state, sequence, row, exchanges[row.group])

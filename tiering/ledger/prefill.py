@@ -40,8 +40,9 @@ def pause(state: LedgerState, sequence: ActiveSequence) -> None:
 def resume(state: LedgerState, ids: Sequence[int]) -> None:
     """Give the paused ones of these sequences their next chunks, as far as they fit, longest wait first."""
     closed = [False] * len(state.groups)
+    wanted = set(ids)
     for sequence in list(state.paused.values()):
-        if sequence.id in ids and not sequence.must_report and not sequence.must_preempt:
+        if sequence.id in wanted and not sequence.must_report and not sequence.must_preempt:
             _leave_windows(state, sequence)
             _extend(state, sequence, closed)
 

@@ -311,6 +311,38 @@ def test_after_a_failed_read_a_sequence_starts_over_chunk_by_chunk_and_leaks_not
     run.finish()
 
 
+def test_a_sequence_that_could_never_be_computed_again_has_to_be_preempted() -> None:
+    run = GroupRun(window(8, 5), chunk_size=32)
+    sequence = run.add(range(5))
+    run.append(sequence, *range(25))
+    lease = run.ledger.pin(sequence.id)
+    run.fails = lambda move: True
+    run.append(sequence, 7)  # into a copy of the pinned block, which never arrives
+    assert sequence.must_report
+    assert sequence.must_preempt, "31 tokens in one chunk take 8 blocks of 5"
+    run.drop(sequence)
+    run.ledger.release_lease(lease)
+    run.finish()
+
+
+def test_after_a_failed_copy_what_was_generated_is_computed_again_chunk_by_chunk() -> None:
+    run = GroupRun(window(8, 12), chunk_size=16)
+    sequence = run.add(range(5), beam_width=2)
+    for token in range(40):
+        run.append(sequence, [token, 100 + token])
+    lease = run.ledger.pin(sequence.id)
+    run.fails = lambda move: True
+    run.append(sequence, [7, 8])
+    run.fails = lambda move: False
+    run.ledger.release_lease(lease)
+    assert sequence.must_report
+    assert not sequence.must_preempt
+    assert run.compute(sequence)
+    run.append(sequence, [9, 10], [11, 12])
+    run.release(sequence)
+    run.finish()
+
+
 def test_verify_notices_scratch_that_is_counted_twice() -> None:
     run = GroupRun(window(8, 40), chunk_size=16)
     run.add(range(64))
