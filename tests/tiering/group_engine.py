@@ -153,6 +153,8 @@ class GroupEngine:
             for request_id in ready:
                 sequence = self.sequences[request_id]
                 end = sequence.num_tokens if chunk is None else min(sequence.num_tokens, sequence.computed + chunk)
+                if self.cache.config.chunk_size:  # chunks end at its multiples
+                    end = min(end, (sequence.computed // self.cache.config.chunk_size + 1) * self.cache.config.chunk_size)
                 for beam in range(1 if sequence.is_prompt else len(sequence.beams)):  # a prompt is computed once, for all beams
                     self._forward_beam(sequence, beam, [table[first + beam] for table in tables], end)
                 sequence.is_encoded = True
