@@ -252,7 +252,7 @@ def num_new_blocks(state: LedgerState, request: Request, group: int, num_matched
         covered = chunk_end(state.rules.chunk_size, reused, num_tokens)
     total = geometry.num_blocks(covered)
     # With several beams an unfilled last block is each beam's own; everything before it is shared.
-    others = request.beam_width - 1 if covered == num_tokens and has_private_tail(state, request, group) else 0
+    others = request.beam_width - 1 if total == geometry.num_blocks(num_tokens) and has_private_tail(state, request, group) else 0
     if geometry.kind != RECURRENT:
         return total - num_matched + others
     needed = 0
