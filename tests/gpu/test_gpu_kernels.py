@@ -15,6 +15,7 @@ from kvtier.errors import RequestError
 from kvtier.kernels import OffsetTable, attention_decode, attention_prefill, write_kv
 from kvtier.kernels.append import append_reference
 from kvtier.kernels.attention import attention_reference
+from kvtier.kernels.token_moves import move_tokens, move_tokens_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -210,3 +211,15 @@ def test_filling_waits_for_the_kernels_that_still_read_the_table_on_the_same_str
         table.fill([[2]])
     engine.synchronize()
     assert int(seen[0, 0, 0]) == LAYERS * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("fields", [1, 2])
+def test_tokens_move_on_the_device_as_one_after_the_other(dtype: torch.dtype, fields: int) -> None:
+    generator = torch.Generator().manual_seed(7)
+    blocks = torch.randint(0, 256, (6, LAYERS, fields, 2, 16, 8 * dtype.itemsize), dtype=torch.uint8, generator=generator).view(dtype)
+    on_device = blocks.to("cuda")
+    moves = [(33, 30), (36, 31), (40, 32), (31, 33)]
+    move_tokens(on_device, [4, 0, 2], moves)
+    move_tokens_reference(blocks.view(torch.uint8), [4, 0, 2], moves)
+    assert torch.equal(on_device.cpu().view(torch.uint8), blocks.view(torch.uint8))

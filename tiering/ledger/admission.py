@@ -59,18 +59,16 @@ class BatchPlanner:
         self.plans: list[AdmissionPlan] = []
         self._in_place: dict[int, AdmissionPlan] = {}  # by the id in the leading group, whose handle stands for its place
 
-    def plan(self, request: Request, keys: TokenKeys, namespace: Namespace) -> None:
+    def plan(self, request: Request) -> None:
         """Match one request. Its last prompt token is never matched: somebody has to compute the first logits."""
         state = self.state
-        plan = AdmissionPlan(request, keys, namespace, len(state.groups))
-        self.plans.append(plan)
-        if not may_reuse(state, request):
-            return
-        root = state.tree.find_root(namespace)
-        if root is None:
-            return
         usable = most_reusable(state, request)
-        walk = state.tree.walk(root, keys, usable)
+        followed = state.follow(request, usable)
+        walk = followed.walk
+        plan = AdmissionPlan(request, followed.keys, followed.namespace, len(state.groups))
+        self.plans.append(plan)
+        if walk is None or not may_reuse(state, request):
+            return
         if walk.num_blocks:
             plan.rows = usable_prefix(state, walk)
             plan.num_matched = len(plan.rows[state.leading_group])
@@ -251,5 +249,5 @@ def num_new_blocks(state: LedgerState, request: Request, group: int, num_matched
 def has_private_tail(state: LedgerState, request: Request, group: int) -> bool:
     """Whether the prompt's last block is unfilled, so that several beams cannot share it."""
     geometry = state.geometries[group]
-    tail = request.num_tokens + (geometry.bubble if request.num_tokens > geometry.sinks else 0)
+    tail = request.num_tokens + (geometry.bubble if request.num_tokens >= geometry.sinks else 0)  # as sinks alone fill their block
     return request.beam_width > 1 and geometry.kind != CROSS and tail % state.tokens_per_block != 0

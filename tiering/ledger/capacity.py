@@ -51,22 +51,22 @@ class PrefixReuse:
 
 def match(state: LedgerState, request: Request) -> PrefixReuse:
     """Exact full blocks only; the last prompt token is never reused."""
-    keys = TokenKeys(request, state.tokens_per_block)
     tokens = [0] * NUM_LEVELS
+    usable = most_reusable(state, request)
+    followed = state.follow(request, usable)
+    keys = followed.keys
+    walk = followed.walk
     if not may_reuse(state, request):
         return PrefixReuse(0, 0, tuple(tokens), (0,) * len(state.groups), request, keys)
-    namespace = Namespace(state.rules.namespace_seed, request)
-    usable = most_reusable(state, request)
-    root = state.tree.find_root(namespace)
+    namespace = followed.namespace
     is_warm = state.has_warm() and namespace.is_persistent
     if state.is_single and not is_warm:
         number = referenced = 0
-        if root is not None:
-            number, referenced = _count_single(state.tree.walk(root, keys, usable), state.tokens_per_block, tokens)
+        if walk is not None:
+            number, referenced = _count_single(walk, state.tokens_per_block, tokens)
         return PrefixReuse(number, referenced, tuple(tokens), (number - referenced,), request, keys)
     values: list[list[Block | None]] = [[] for _ in state.groups]
-    if root is not None:
-        walk = state.tree.walk(root, keys, usable)
+    if walk is not None:
         values = [walked_values(walk, group) for group in range(len(state.groups))]
     if is_warm:
         _add_warm(state, namespace, keys, usable, values)
@@ -199,6 +199,14 @@ def remaining_blocks_to_completion(state: LedgerState, request: Request | Active
     asked = request.request
     end = max(asked.num_tokens + asked.max_new_tokens, request.num_tokens)
     total = most_blocks(state, asked, end, group)
+    if kind == RECURRENT:  # of what was found again, it holds the last state only: what counts is the states that it will keep from now on
+        row = request.rows[group]
+        ahead = 1 + asked.beam_width - len({row.beam(beam)[-1].id for beam in range(len(row.other_beams) + 1)})
+        if state.reuse:
+            for position in range(len(row.blocks) - 1, end // state.tokens_per_block):
+                if state.geometries[group].keeps_state(position, asked.num_tokens):
+                    ahead += 1
+        return min(ahead, max(total - held_blocks(request, group), 0))
     if kind != WINDOW:
         return max(total - held_blocks(request, group), 0)
     left = max(total - _exclusive_blocks(request, group), 0)

@@ -40,7 +40,8 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
         appended = tokens[number]
         sequence = state.sequence(request_id)
         require_reported(sequence)
-        require_no_drafts(sequence, "append")
+        if sequence.drafts is not None:
+            require_no_drafts(sequence, "append")
         for place in range(len(appended)):
             check_token(request_id, appended[place])
         batch.append(sequence)
@@ -101,7 +102,7 @@ def _append_to_one(state: LedgerState, sequence: ActiveSequence, appended: Seque
         keys.append(appended[place])
     num_tokens = keys.num_tokens
     if len(blocks) * tokens_per_block < num_tokens:
-        priority, duration = _decode_retention(sequence)
+        priority, duration = decode_retention(sequence)
         use_path_of(state.moves, sequence.request)
         blocks.extend(state.allocators[0].take_many((num_tokens + tokens_per_block - 1) // tokens_per_block - len(blocks), priority,
                                                     duration))
@@ -109,7 +110,7 @@ def _append_to_one(state: LedgerState, sequence: ActiveSequence, appended: Seque
     sequence.computed = num_tokens - 1
 
 
-def _decode_retention(sequence: ActiveSequence) -> tuple[int, float]:
+def decode_retention(sequence: ActiveSequence) -> tuple[int, float]:
     """Priority and duration of blocks that generated tokens take."""
     retention = sequence.request.retention
     if retention is None:
@@ -177,7 +178,7 @@ def _append(state: LedgerState, sequence: ActiveSequence, appended: Sequence[int
         _copy_tail_to_beams(state, sequence)
     for token in appended:
         sequence.keys.append(token)
-    priority, duration = _decode_retention(sequence)
+    priority, duration = decode_retention(sequence)
     for row in sequence.rows:
         geometry = state.geometries[row.group]
         if geometry.kind == CROSS:
@@ -347,7 +348,7 @@ def rewind(state: LedgerState, request_id: int, num_tokens: int) -> None:
 
 def _is_cut(state: LedgerState, row: SequenceRow, num_tokens: int) -> bool:
     geometry = state.geometries[row.group]
-    return (num_tokens + (geometry.bubble if num_tokens > geometry.sinks else 0)) % state.tokens_per_block != 0
+    return (num_tokens + (geometry.bubble if num_tokens >= geometry.sinks else 0)) % state.tokens_per_block != 0
 
 
 def _num_holders(row: SequenceRow, position: int, block: Block) -> int:

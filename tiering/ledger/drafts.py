@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvtier.errors import RequestError
-from kvtier.policies.retention import DEFAULT_PRIORITY
 from kvtier.pools.pool_index import PRIMARY
-from kvtier.tiering.ledger.decoding import depart, make_writable, num_tail_copies, require_reported
+from kvtier.tiering.ledger.decoding import decode_retention, depart, make_writable, num_tail_copies, require_reported
 from kvtier.tiering.ledger.draft_tree import DraftTree
 from kvtier.tiering.ledger.group import CROSS, WINDOW
+from kvtier.tiering.ledger.keeping import use_path_of
 from kvtier.tiering.ledger.room import require_room
 from kvtier.tiering.ledger.sequence import ActiveSequence, check_token, require_no_drafts
 from kvtier.tiering.ledger.state import LedgerState
@@ -59,9 +59,8 @@ def propose_drafts(state: LedgerState, request_id: int, tokens: Sequence[object]
             is_short = True
     if is_short:
         require_room(state, needed, NOTHING_WANTED, f"{tree.num_drafts} drafts of request {request_id}", frozenset([request_id]))
-    retention = sequence.request.retention
-    priority = DEFAULT_PRIORITY if retention is None else int(retention.decode_priority)
-    duration = 0.0 if retention is None else retention.decode_duration_seconds or 0.0
+    priority, duration = decode_retention(sequence)
+    use_path_of(state.moves, sequence.request)
     for row in sequence.rows:
         geometry = state.geometries[row.group]
         if geometry.kind == CROSS:
@@ -72,6 +71,7 @@ def propose_drafts(state: LedgerState, request_id: int, tokens: Sequence[object]
         missing = geometry.num_blocks(end) - len(blocks)
         if missing > 0:
             blocks.extend(state.allocators[row.group].take_many(missing, priority, duration))
+    state.moves.use_default_path()
     sequence.drafts = tree
 
 

@@ -14,14 +14,13 @@ from kvtier.policies.eviction import NOT_QUEUED
 from kvtier.policies.retention import check_priority, priority_of
 from kvtier.pools.pool_index import LEVEL_NAMES, PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger import beams, decoding, drafts
-from kvtier.tiering.ledger.admission import BatchPlanner, may_reuse, may_store
+from kvtier.tiering.ledger.admission import BatchPlanner, may_reuse, may_store, most_reusable
 from kvtier.tiering.ledger.admitting import carry_out
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.decoding import require_reported
 from kvtier.tiering.ledger.draft_tree import DraftTree
 from kvtier.tiering.ledger.group import GroupSpec
 from kvtier.tiering.ledger.keeping import change_priority
-from kvtier.tiering.ledger.key import Namespace, TokenKeys
 from kvtier.tiering.ledger.losing import lose
 from kvtier.tiering.ledger.moves import Move, WarmRow
 from kvtier.tiering.ledger.prefix import stored_rows
@@ -87,16 +86,16 @@ class Ledger(LedgerState):
             batch_ids.add(request.id)
         planner = BatchPlanner(self)
         for request in requests:
-            keys = TokenKeys(request, self.tokens_per_block)
-            namespace = Namespace(self.rules.namespace_seed, request)
-            if may_reuse(self, request):
-                adopt_warm_blocks(self.tree, self.allocators, self.groups, namespace, keys, request.num_tokens - 1)
-            planner.plan(request, keys, namespace)
+            if self.has_warm() and may_reuse(self, request):
+                followed = self.follow(request, most_reusable(self, request))
+                adopt_warm_blocks(self.tree, self.allocators, self.groups, followed.namespace, followed.keys, request.num_tokens - 1)
+            planner.plan(request)
             if self.inbound is not None and may_reuse(self, request):
                 plan = planner.plans[-1]
                 inbound = cast(Any, self.inbound)  # an answer may be of any type, whatever the protocol says
                 planner.ask_elsewhere(plan, inbound.num_new_matched_tokens(request, plan.num_matched * self.tokens_per_block))
         self._require_room_for(planner, batch_ids)
+        self.forget_followed()
         sequences = carry_out(self, planner.plans, self._next_order)
         self._next_order += len(sequences)
         return sequences
@@ -109,8 +108,10 @@ class Ledger(LedgerState):
         if is_plenty:
             return
         groups = range(len(self.groups))
-        if any(planner.needed_primary(group) > free_beside(self.allocators[group], planner.protected(group)) for group in groups):
-            planner.give_up_copies()
+        for group in groups:
+            if planner.needed_primary(group) > free_beside(self.allocators[group], planner.protected(group)):
+                planner.give_up_copies()
+                break
         require_room(self, [planner.needed_primary(group) for group in groups], [planner.protected(group) for group in groups],
                      f"requests {sorted(batch_ids)}")
 

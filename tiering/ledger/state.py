@@ -10,11 +10,26 @@ from kvtier.pools.pool_index import NUM_LEVELS
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupGeometry, GroupSpec
+from kvtier.tiering.ledger.key import Namespace, TokenKeys
 from kvtier.tiering.ledger.moves import MoveLog
+from kvtier.tiering.ledger.node import Walk
+from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.ledger.sequence import ActiveSequence, Lease
 from kvtier.tiering.ledger.stats import LedgerCounters
 from kvtier.tiering.ledger.tree import ReuseTree
+
+
+class Followed:
+    """A prompt followed through the tree as far as it may be reused: good until the tree's nodes change. ``walk`` is None where
+    nothing of its namespace is stored."""
+
+    def __init__(self, request: Request, keys: TokenKeys, namespace: Namespace, walk: Walk | None, version: int) -> None:
+        self.request = request
+        self.keys = keys
+        self.namespace = namespace
+        self.walk = walk
+        self.version = version
 
 
 class LedgerState:
@@ -55,12 +70,30 @@ class LedgerState:
         self.has_cross = any(group.kind == CROSS for group in self.groups)
         # The bubble moves tokens to other places inside their blocks than in a group without it: no common blocks to find again.
         self.reuse = rules.enable_block_reuse and all(geometry.bubble == 0 for geometry in self.geometries)
+        self._followed: Followed | None = None
         self.partial_reuse = self.reuse and rules.enable_partial_reuse and not self.has_recurrent
 
     def check_group(self, group: int) -> None:
         """Raise RequestError unless the layout has a group of this number."""
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(self.groups):
             raise RequestError(f"group={group!r}: this layout has groups 0..{len(self.groups) - 1}")
+
+    def follow(self, request: Request, num_tokens: int) -> Followed:
+        """Follow a prompt's first ``num_tokens`` tokens. A scheduler asks about a request several times before it admits it: the last
+        one asked about is remembered."""
+        last = self._followed
+        if last is not None and last.request is request and last.version == self.tree.version:
+            return last
+        keys = TokenKeys(request, self.tokens_per_block)
+        namespace = Namespace(self.rules.namespace_seed, request)
+        root = self.tree.find_root(namespace)
+        walk = None if root is None else self.tree.walk(root, keys, num_tokens)
+        self._followed = Followed(request, keys, namespace, walk, self.tree.version)
+        return self._followed
+
+    def forget_followed(self) -> None:
+        """A sequence takes the keys over, and they will grow with it."""
+        self._followed = None
 
     def has_warm(self) -> bool:
         """Whether a store directory held blocks at the start that nobody has matched yet."""

@@ -29,6 +29,7 @@ class ReuseTree:
         self.num_groups = num_groups
         self.tokens_per_block = tokens_per_block
         self.roots: dict[Identity, Node] = {}
+        self.version = 0  # of the nodes: a walk is good as long as it stays the same
 
     # -- looking ---------------------------------------------------------------------------------------------------------
 
@@ -42,6 +43,7 @@ class ReuseTree:
             block_bytes = self.tokens_per_block * namespace.token_width
             node = Node(None, KeyRun(namespace, block_bytes, b"", 0, False, None, NO_CHAIN), block_bytes, self.num_groups)
             self.roots[namespace.identity] = node
+            self.version += 1
         return node
 
     def walk(self, root: Node, keys: TokenKeys, num_tokens: int) -> Walk:
@@ -143,6 +145,7 @@ class ReuseTree:
                     spans.append((node, node.length, count))
                     walk.counts[-1] += count
                     grow(node, label, count)
+                    self.version += 1
                 else:
                     node = self._add_child(node, label, count, True, keys.block_bytes)
                     spans.append((node, 0, count))
@@ -257,7 +260,9 @@ class ReuseTree:
             if length > 0:
                 if length < node.length:
                     cut(node, length)
+                    self.version += 1
                 return
+            self.version += 1
             parent = node.parent
             key = node.key
             del parent.children[key]
@@ -269,6 +274,7 @@ class ReuseTree:
             node = parent
         if node.parent is None and not node.children:
             self.roots.pop(node.run.namespace.identity, None)
+            self.version += 1
 
     def clear(self) -> None:
         """Forget every namespace. The handles must have been detached or are about to be reset."""
@@ -287,6 +293,7 @@ class ReuseTree:
     # -- inside ----------------------------------------------------------------------------------------------------------
 
     def _add_child(self, parent: Node, label: bytes, length: int, is_plain: bool, block_bytes: int) -> Node:
+        self.version += 1
         if parent.length < parent.run.num_blocks:
             cut_run(parent)  # it becomes the parent of another run: that stands for all of its blocks
         before = None if parent.parent is None else parent.run
@@ -307,6 +314,7 @@ class ReuseTree:
 
     def _split(self, node: Node, count: int) -> None:
         """Part a run after its first ``count`` blocks; the rest becomes its only child."""
+        self.version += 1
         upper = node.run.upper(count)
         rest = Node(node, node.run.lower(count, node.length, upper), node.block_bytes, 0)
         rest.children = node.children

@@ -357,3 +357,20 @@ def test_a_what_if_does_not_free_what_a_lease_holds() -> None:
     what_if = WhatIf(1)
     assert what_if.remove(sequence) == 3
     run.finish()
+
+
+def test_a_request_asked_about_again_is_told_what_has_changed_since() -> None:
+    run = HandRun(12)
+    request = run.request("abc")
+    assert capacity.match(run.ledger, request).reusable_blocks == 0
+    run.serve("ab")
+    assert capacity.match(run.ledger, request).reusable_blocks == 2
+    (first,) = run.add_all(request)
+    assert first.prepopulated == 8
+    assert run.compute(first)
+    run.append(first, 1, 2)
+    assert capacity.match(run.ledger, request).reusable_blocks == 2, "not the sequence's own, longer keys"
+    run.remove(first)
+    assert capacity.match(run.ledger, request).reusable_blocks == 3
+    truncate(run.ledger, run.request("ab"), 4)
+    assert capacity.match(run.ledger, request).reusable_blocks == 1

@@ -116,6 +116,17 @@ def test_more_drafts_than_the_pool_has_places_for_are_refused_without_a_victim()
     run.finish()
 
 
+def test_the_copy_of_a_shared_tail_counts_too() -> None:
+    run = DraftRun(full(3))
+    sequence = run.add(PROMPT)
+    assert run.compute(sequence)
+    lease = run.ledger.pin(sequence.id)
+    assert run.no_room(lambda: run.ledger.propose_drafts(sequence.id, [1, 2, 3], [-1, 0, 1])).needed == 2
+    run.propose(sequence, [1, 2], [-1, 0])
+    run.ledger.release_lease(lease)
+    run.finish()
+
+
 def test_room_is_wanted_in_every_group_or_none_takes_any() -> None:
     run = DraftRun(window(8, 2), full(8))
     sequence = run.add(PROMPT)
