@@ -76,7 +76,11 @@ class TierConfig(BaseSettings):
     max_beam_width: Annotated[int, Field(ge=1, le=1 << 10)] = 1
     """Most beams of one request; block tables have a row for each beam of each sequence."""
     chunk_size: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
-    """Tokens the engine prefills at a time; None: the whole prompt at once."""
+    """Tokens the engine prefills at a time; None: the whole prompt at once. Chunks end at multiples of it. Layers with a window then hold
+    only the blocks of the window and one chunk."""
+    window_scratch_blocks: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    """With ``chunk_size``: most blocks per window group, over all requests, that are out of the window again when their chunk is computed.
+    A request for whose chunk there are none waits. None: enough for two chunks."""
 
     nvme_directory: Path | None = None
     """Folder of the NVMe level. ``~`` and ``$VARS`` are expanded."""
@@ -188,6 +192,13 @@ class TierConfig(BaseSettings):
     @classmethod
     def _gds_off(cls, value: object) -> object:
         return "off" if value is False else value  # YAML 1.1 reads a bare `off` as false
+
+    @model_validator(mode="after")
+    def _check_scratch(self) -> TierConfig:
+        if self.window_scratch_blocks is not None and self.chunk_size is None:
+            raise ConfigError(f"window_scratch_blocks={self.window_scratch_blocks} without chunk_size: whole prompts are computed at once; "
+                              "set chunk_size or leave it out")
+        return self
 
     @model_validator(mode="after")
     def _check_nvme(self) -> TierConfig:

@@ -131,9 +131,14 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
         return self.pools[group]
 
     def mark_computed(self, request_id: int, num_tokens: int) -> None:
-        """The engine has computed the first ``num_tokens`` tokens. Nothing beyond is ever stored, nor the newest token."""
+        """The engine has computed the first ``num_tokens`` tokens. Nothing beyond is ever stored, nor the newest token.
+
+        With ``chunk_size`` and layers with a window, prompts are computed in chunks that end at its multiples. What has left the window
+        is stored (unless the request may not store) and let go: now, or when a running step with this sequence ends. The next chunk
+        then gets its blocks; where there are none the sequence is paused, see :meth:`is_paused`.
+        """
         with self.locked() as ledger:
-            ledger.mark_computed(request_id, num_tokens)
+            ledger.mark_computed(request_id, num_tokens, request_id not in self._stepping)
 
     def append_tokens(self, request_id: int, tokens: Sequence[int]) -> None:
         """Append sampled tokens, or one for each beam; everything before the newest one counts as computed. Errors: see
@@ -214,7 +219,8 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
         """Ask somebody else, at each admission, for tokens behind the reused ones: ``num_new_matched_tokens(request, num_matched)``.
 
         What it announces (whole blocks) gets blocks and stands in the admission's ``external_tokens``; the engine loads it and calls
-        ``mark_computed``. It is called with the ledger locked: it must answer at once and must not call the manager.
+        ``mark_computed``, with chunked prefill over windows for one chunk after the other. It is called with the ledger locked: it must
+        answer at once and must not call the manager.
         """
         with self.locked() as ledger:
             ledger.inbound = inbound

@@ -82,12 +82,21 @@ class Readiness(TierCore):
             sequence = ledger.sequence(request_id)
             return sequence.must_preempt or self._has_arrived(_indices(sequence))
 
+    def is_paused(self, request_id: int) -> bool:
+        """Whether a sequence waits for the blocks of its next prompt chunk (``chunk_size`` with layers that have a window).
+
+        It does while others hold the scratch blocks or no primary block is free. Each :meth:`step` that names it tries again. When all
+        active sequences are paused for lack of free blocks nobody will free any: remove one of them, as after a CapacityError.
+        """
+        with self.locked() as ledger:
+            return ledger.is_paused(request_id)
+
     @contextmanager
     def step(self, stream: EngineStream | None, ids: Sequence[int]) -> Iterator[list[int]]:
         """One forward pass over these sequences, ordered against our copies. Yields the ids that may take part.
 
-        Left out are sequences that are not ready, and those that lost tokens to a bad read until :meth:`wait_ready` has said
-        so. ``stream`` is the engine's CUDA stream; None on the CPU.
+        Left out are sequences that are not ready, those that are paused (see :meth:`is_paused`), and those that lost tokens to a bad
+        read until :meth:`wait_ready` has said so. ``stream`` is the engine's CUDA stream; None on the CPU.
 
         Raises:
             UnknownRequest: an id that is not active.
@@ -96,11 +105,14 @@ class Readiness(TierCore):
         arguments.sequence_of("ids", ids)
         self._submit()
         with self.locked() as ledger:
+            if ledger.paused:
+                ledger.resume_prefills([request_id for request_id in ids if request_id not in self._stepping
+                                        and not self._waits_for_files(_indices(ledger.sequence(request_id)))])
             candidates: dict[int, Indices] = {}
             for request_id in ids:
                 sequence = ledger.sequence(request_id)
                 indices = _indices(sequence)
-                if not (sequence.must_report or sequence.must_preempt or self._waits_for_files(indices)):
+                if not (request_id in ledger.paused or sequence.must_report or sequence.must_preempt or self._waits_for_files(indices)):
                     candidates[request_id] = indices
         for group in range(len(self.layout.groups)):
             ordered = [index for indices in candidates.values() for index in indices[group]]
@@ -153,6 +165,8 @@ class Readiness(TierCore):
                     store = self._ended_in_step.pop(request_id, None)
                     if store is not None:
                         ledger.remove_sequence(request_id, store)
+                    else:
+                        ledger.advance_prefill(request_id)
 
     def _has_arrived(self, indices: Indices) -> bool:
         return (self._all_issued and all(self.transfers.wait(group, row, 0.0) for group, row in enumerate(indices))

@@ -82,15 +82,15 @@ class GroupPages:
 
 
 class GroupSequence:
-    """What the engine knows of one request. ``beams``: each beam's tokens, ``states``: what everything up to each of them adds up to."""
+    """What the engine knows of one request. ``beams``: each beam's tokens; ``computed``: tokens whose bytes are there, or promised."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, computed: int) -> None:
         self.request = request
         tokens: list[int] = np.frombuffer(request.token_bytes, dtype=np.int32).tolist()
         self.beams = [list(tokens) for _ in range(request.beam_width)]
         encoder = (request.encoder_digest or request.id) if request.encoder_length else None
         self.start = hash((request.lora_id, request.cache_salt, encoder)) & MASK
-        self.computed = 0
+        self.computed = computed
         self.is_encoded = False
 
     def states(self, beam: int) -> list[int]:
@@ -132,14 +132,14 @@ class GroupEngine:
 
     def admit(self, *requests: Request) -> list[Any]:
         admissions = self.cache.add_sequences(requests)
-        for request in requests:
-            self.sequences[request.id] = GroupSequence(request)
+        for request, admission in zip(requests, admissions, strict=True):
+            self.sequences[request.id] = GroupSequence(request, admission.prepopulated_tokens)
         return admissions
 
     def learn(self, request_id: int) -> int:
         sequence = self.sequences[request_id]
         valid = self.cache.wait_ready(request_id, timeout=PATIENCE)
-        sequence.computed = min(sequence.computed, valid) if sequence.computed else valid
+        sequence.computed = min(sequence.computed, valid)
         return valid
 
     def forward(self, ids: Iterable[int], chunk: int | None = None) -> list[int]:
@@ -153,6 +153,8 @@ class GroupEngine:
             for request_id in ready:
                 sequence = self.sequences[request_id]
                 end = sequence.num_tokens if chunk is None else min(sequence.num_tokens, sequence.computed + chunk)
+                if self.cache.config.chunk_size:  # chunks end at its multiples
+                    end = min(end, (sequence.computed // self.cache.config.chunk_size + 1) * self.cache.config.chunk_size)
                 for beam in range(1 if sequence.is_prompt else len(sequence.beams)):  # a prompt is computed once, for all beams
                     self._forward_beam(sequence, beam, [table[first + beam] for table in tables], end)
                 sequence.is_encoded = True

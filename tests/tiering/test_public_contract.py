@@ -44,6 +44,7 @@ METHODS: dict[str, dict[str, object]] = {
     "wait_ready": {"request_id": REQUIRED, "layer": None, "timeout": None},
     "ready": {"request_id": REQUIRED, "layer": None},
     "is_ready": {"request_id": REQUIRED},
+    "is_paused": {"request_id": REQUIRED},
     "step": {"stream": REQUIRED, "ids": REQUIRED},
     "block_table": {"ids": REQUIRED, "group": 0},
     "layer_buffer": {"layer": REQUIRED},
@@ -120,6 +121,7 @@ CONFIG_KEYS = {
     "primary", "secondary", "nvme", "max_batch_size", "max_seq_len", "max_beam_width", "chunk_size", "nvme_directory",
     "secondary_offload_min_priority", "nvme_offload_min_priority", "enable_block_reuse", "enable_partial_reuse", "copy_on_partial_reuse",
     "keep_backing", "event_buffer_max_size", "gds", "policy", "request_directory_root", "faults", "clock", "group_shares",
+    "window_scratch_blocks",
 }
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from kvtier.errors import RequestError
 from kvtier.pools.pool_index import NVME, PRIMARY, level_of
 from kvtier.tiering.ledger.block import Block
-from kvtier.tiering.ledger.group import CROSS, RECURRENT
+from kvtier.tiering.ledger.chunks import chunk_end
+from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
 from kvtier.tiering.ledger.key import Namespace, TokenKeys
 from kvtier.tiering.ledger.node import Node, Walk
 from kvtier.tiering.ledger.prefix import usable_prefix
@@ -44,6 +45,12 @@ class AdmissionPlan:
     @property
     def prepopulated(self) -> int:
         return self.num_matched * self.keys.tokens_per_block + self.partial_tokens
+
+    def give_up_matches(self) -> None:
+        self.rows = [[] for _ in self.rows]
+        self.num_matched = 0
+        self.is_primary = True
+        self.external_tokens = 0  # announced behind what was matched
 
     def give_up_partial(self) -> None:
         self.partial = []
@@ -106,7 +113,7 @@ class BatchPlanner:
         needed = 0
         promoted: set[int] = set()
         for plan in self.plans:
-            needed += num_new_blocks(self.state, plan.request, group, plan.num_matched)
+            needed += num_new_blocks(self.state, plan.request, group, plan.num_matched, plan.prepopulated)
             for block in plan.rows[group]:
                 if block.id >= 0 and level_of(block.index) != PRIMARY and block.id not in promoted:
                     promoted.add(block.id)
@@ -120,7 +127,7 @@ class BatchPlanner:
         """No fewer than :meth:`needed_primary` with everything that the plans hold on to, and quickly counted."""
         needed = 0
         for plan in self.plans:
-            needed += num_new_blocks(self.state, plan.request, group, plan.num_matched) + plan.num_matched
+            needed += num_new_blocks(self.state, plan.request, group, plan.num_matched, plan.prepopulated) + plan.num_matched
             if plan.partial:
                 needed += 1
         return needed
@@ -137,11 +144,14 @@ class BatchPlanner:
         return held
 
     def give_up_copies(self) -> None:
-        """Reuse no block by copying it. The source of a copy takes a place beside the copy, so that in a small pool a request
-        might otherwise never fit although it would without that reuse."""
+        """Reuse nothing by copying it: no part of a block, and no kept state, whose copy the running state starts as. The source of a
+        copy takes a place beside the copy, so that in a small pool a request might otherwise never fit although it would without
+        that reuse."""
         for plan in self.plans:
             if plan.partial and not plan.in_place:
                 plan.give_up_partial()
+            if self.state.has_recurrent:
+                plan.give_up_matches()
 
     def _is_fully_matched(self, block: Block) -> bool:
         """Whether an earlier request of the batch holds the block as a whole."""
@@ -228,15 +238,21 @@ def most_reusable(state: LedgerState, request: Request) -> int:
     return usable
 
 
-def num_new_blocks(state: LedgerState, request: Request, group: int, num_matched: int) -> int:
-    """Blocks of a group that a prompt takes behind ``num_matched`` reused positions, over all beams."""
+def num_new_blocks(state: LedgerState, request: Request, group: int, num_matched: int, reused: int) -> int:
+    """Blocks of a group that a prompt takes at admission behind ``num_matched`` reused positions, over all beams.
+
+    ``reused``: tokens that it does not compute. With chunked prefill a window group takes only those of the first chunk behind them.
+    """
     geometry = state.geometries[group]
     if geometry.kind == CROSS:
         return geometry.num_blocks(request.encoder_length)
     num_tokens = request.num_tokens
-    total = geometry.num_blocks(num_tokens)
+    covered = num_tokens
+    if state.is_chunked and geometry.kind == WINDOW:
+        covered = chunk_end(state.rules.chunk_size, reused, num_tokens)
+    total = geometry.num_blocks(covered)
     # With several beams an unfilled last block is each beam's own; everything before it is shared.
-    others = request.beam_width - 1 if has_private_tail(state, request, group) else 0
+    others = request.beam_width - 1 if covered == num_tokens and has_private_tail(state, request, group) else 0
     if geometry.kind != RECURRENT:
         return total - num_matched + others
     needed = 0

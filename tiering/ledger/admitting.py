@@ -6,6 +6,7 @@ Nothing that one request of a batch matched can be evicted by what another one t
 from __future__ import annotations
 
 from kvtier.pools.pool_index import PRIMARY, level_of
+from kvtier.tiering.ledger import prefill
 from kvtier.tiering.ledger.admission import AdmissionPlan, has_private_tail
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW
@@ -88,6 +89,9 @@ def _fill(state: LedgerState, plan: AdmissionPlan, sequence: ActiveSequence, tak
             _fill_partial(state, plan, row, takers[group])
         num_prefix_blocks = len(row.blocks)
         total = geometry.num_blocks(request.num_tokens)
+        is_chunked = state.is_chunked and geometry.kind == WINDOW
+        if is_chunked:
+            total = num_prefix_blocks  # the rest chunk by chunk
         if geometry.kind == RECURRENT:
             _fill_states(state, plan, row, total)
         else:
@@ -103,7 +107,7 @@ def _fill(state: LedgerState, plan: AdmissionPlan, sequence: ActiveSequence, tak
         sequence.reused_blocks += reused + (1 if plan.partial else 0)
         sequence.missed_blocks += missed
         _share_among_beams(sequence, row)
-        if has_private_tail(state, request, group):
+        if not is_chunked and has_private_tail(state, request, group):
             _part_tails(state, sequence, row, total - 1)
     sequence.num_prefix_blocks = plan.num_matched + (1 if plan.partial else 0)
     sequence.prepopulated = plan.prepopulated
@@ -112,6 +116,8 @@ def _fill(state: LedgerState, plan: AdmissionPlan, sequence: ActiveSequence, tak
     sequence.external_tokens = plan.external_tokens
     sequence.total_blocks = counters.alloc_total - taken_before
     sequence.new_blocks = counters.alloc_new - new_before
+    if state.is_chunked:
+        prefill.start(state, sequence)
 
 
 def _num_real(blocks: list[Block], first: int, end: int) -> int:
@@ -164,7 +170,7 @@ def _fill_states(state: LedgerState, plan: AdmissionPlan, row: SequenceRow, tota
 
 def _share_among_beams(sequence: ActiveSequence, row: SequenceRow) -> None:
     """Every beam starts with the same handles, and references each of them."""
-    others = sequence.request.beam_width - 1
+    others = sequence.beam_width - 1
     if others == 0:
         return
     for block in row.blocks:

@@ -19,13 +19,13 @@ def reorder_beams(state: LedgerState, request_id: int, parents: Sequence[int]) -
         RequestError: not one parent for each beam, or a parent that does not exist.
     """
     sequence = state.sequence(request_id)
-    width = sequence.request.beam_width
+    width = sequence.beam_width
     if len(parents) != width:
         raise RequestError(f"request {request_id}: {len(parents)} parents for {width} beams; name one parent for each beam")
     for parent in parents:
         if isinstance(parent, bool) or not isinstance(parent, int) or not 0 <= parent < width:
             raise RequestError(f"request {request_id}: parent {parent!r}; this sequence has beams 0..{width - 1}")
-    if sequence.num_tokens == sequence.request.num_tokens:
+    if sequence.num_tokens == sequence.num_prompt_tokens:
         return  # all beams are the prompt still
     for row in sequence.rows:
         old = [row.beam(beam) for beam in range(len(row.other_beams) + 1)]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from kvtier.pools.pool_index import NUM_LEVELS, PRIMARY, level_of
 from kvtier.tiering.ledger.admission import may_reuse, most_reusable, num_new_blocks
 from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.chunks import chunk_end
 from kvtier.tiering.ledger.decoding import num_tail_copies
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
 from kvtier.tiering.ledger.key import BlockKey, Namespace, TokenKeys, multimodal_keys
 from kvtier.tiering.ledger.node import Walk
+from kvtier.tiering.ledger.prefill import num_chunk_blocks
 from kvtier.tiering.ledger.prefix import usable_rows, walked_values
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.sequence import ActiveSequence
@@ -151,21 +153,29 @@ def _key_of(request: Request, keys: TokenKeys, number: int) -> BlockKey | None:
 def needed_blocks_one_step(state: LedgerState, request: Request | ActiveSequence, two_steps: bool, group: int = 0) -> int:
     """Primary blocks of a group that the next step (or two) may take.
 
-    A request not admitted yet counts its whole prompt with drafts, less the stored blocks that it needs not take: those that
-    somebody references, and those out of its window. An unreferenced stored block is reused too, but still takes a free one. A
-    sequence counts what its next tokens need.
+    A request not admitted yet counts its whole prompt with drafts, or in a window group with chunked prefill the first chunk, less the
+    stored blocks that it needs not take: those that somebody references, and those out of its window. An unreferenced stored block is
+    reused too, but still takes a free one. A sequence counts what its next tokens need.
     """
     state.check_group(group)
     geometry = state.geometries[group]
     if isinstance(request, Request):
         reuse = match(state, request)
-        needed = num_new_blocks(state, request, group, reuse.reusable_blocks) + reuse.unreferenced_by_group[group]
+        reused = reuse.reusable_blocks * state.tokens_per_block
+        if state.partial_reuse:  # a chunk that ends inside of a block may be reused as a whole with the block's first tokens
+            reused += state.tokens_per_block - 1
+        needed = num_new_blocks(state, request, group, reuse.reusable_blocks, reused) + reuse.unreferenced_by_group[group]
         if geometry.kind == CROSS or geometry.kind == RECURRENT:
+            return needed
+        if _is_chunked(state, group) and chunk_end(state.rules.chunk_size, reused, request.num_tokens) < request.num_tokens:
             return needed
         drafts = min(request.num_draft_tokens, request.max_new_tokens)
         behind = geometry.num_blocks(request.num_tokens + drafts) - geometry.num_blocks(request.num_tokens)
         return needed + behind * request.beam_width
     asked = request.request
+    if _is_chunked(state, group) and request.covered < request.num_tokens:
+        end = chunk_end(state.rules.chunk_size, request.covered, request.num_tokens)
+        return num_chunk_blocks(geometry, request, request.rows[group], end)
     left = max(asked.max_new_tokens - (request.num_tokens - asked.num_tokens), 0)
     added = min((2 if two_steps else 1) * (asked.num_draft_tokens + 1), left)
     if geometry.kind == CROSS or added == 0:
@@ -188,7 +198,12 @@ def remaining_blocks_to_completion(state: LedgerState, request: Request | Active
         if kind == CROSS:
             return total
         matched = reuse.reusable_blocks
-        saved = num_new_blocks(state, request, group, 0) - num_new_blocks(state, request, group, matched)
+        if _is_chunked(state, group):
+            saved = matched - reuse.unreferenced_by_group[group]
+            shared = saved - min(state.geometries[group].num_departed(matched * state.tokens_per_block), matched)
+            whole = _whole_blocks(state, request, request.num_tokens + request.max_new_tokens, group)
+            return min(total, whole - saved) + shared  # as below, but what was out of the window from the start is nobody's
+        saved = num_new_blocks(state, request, group, 0, 0) - num_new_blocks(state, request, group, matched, 0)
         saved -= reuse.unreferenced_by_group[group]
         if kind == WINDOW and matched:
             # What leaves the window is free for the next block only if nobody else holds it: from now on not what both share, for
@@ -213,7 +228,7 @@ def remaining_blocks_to_completion(state: LedgerState, request: Request | Active
     if asked.beam_width > 1:
         return left
     geometry = state.geometries[group]
-    return min(left, geometry.num_blocks(end) - geometry.num_blocks(request.num_tokens) + num_tail_copies(state, request, group))
+    return min(left, geometry.num_blocks(end) - len(request.rows[group].blocks) + num_tail_copies(state, request, group))
 
 
 def most_blocks(state: LedgerState, request: Request, num_tokens: int, group: int) -> int:
@@ -232,15 +247,21 @@ def most_blocks(state: LedgerState, request: Request, num_tokens: int, group: in
     whole = _whole_blocks(state, request, num_tokens, group)
     if geometry.kind != WINDOW or not state.rules.chunk_size:
         return whole
-    # The whole prompt is there at once; from the first generated token on, only what the window reads. What beams share of it are
-    # the sinks at least, and the rest of the prompt as long as it has not left the window.
-    at_once = max(state.rules.chunk_size, request.num_draft_tokens + 1)
+    # Never more than the window and a chunk, which with reuse may begin and end inside of blocks. What beams share of it is all of the
+    # prompt but its tail at first; later the sinks at least, and the rest of the prompt as long as it has not left the window.
+    tokens_per_block = state.tokens_per_block
+    chunk = (state.rules.chunk_size + tokens_per_block - 1) // tokens_per_block * tokens_per_block
+    at_once = max(chunk, request.num_draft_tokens + 1)
     held = min(geometry.num_blocks(num_tokens), geometry.num_blocks(geometry.window + at_once) + 1)
     full = geometry.num_full_blocks(request.num_tokens)
     shared = min(full, held)
     if num_tokens > request.num_tokens:
         shared = min(shared, max(full - geometry.num_departed(num_tokens), min(full, geometry.num_sink_blocks)))
-    return min(whole, max(_whole_blocks(state, request, request.num_tokens, group), shared + (held - shared) * beams))
+    return min(whole, max(min(geometry.num_blocks(request.num_tokens), held) + beams - 1, shared + (held - shared) * beams))
+
+
+def _is_chunked(state: LedgerState, group: int) -> bool:
+    return state.is_chunked and state.geometries[group].kind == WINDOW
 
 
 def _whole_blocks(state: LedgerState, request: Request, num_tokens: int, group: int) -> int:

@@ -10,6 +10,7 @@ from kvtier.policies.eviction import NOT_QUEUED
 from kvtier.policies.retention import DEFAULT_PRIORITY
 from kvtier.pools.pool_index import PRIMARY
 from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.chunks import scratch_held
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
 from kvtier.tiering.ledger.keeping import use_path_of
 from kvtier.tiering.ledger.room import require_room
@@ -25,7 +26,8 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
     A sequence with several beams gets one token for each beam; one with one beam any number.
 
     Raises:
-        RequestError: a token outside int32, an id twice, lists of different length, not one token for each beam, pending drafts.
+        RequestError: a token outside int32, an id twice, lists of different length, not one token for each beam, pending drafts, a prompt
+            that has not got the blocks of its last chunk.
         UnknownRequest: no such sequence.
         CapacityError: too few free primary blocks; nothing was appended to anybody.
     """
@@ -47,10 +49,11 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
         batch.append(sequence)
         if not appended:
             continue
+        require_blocks_for_all(state, sequence, "append")
         if state.is_single and not sequence.rows[0].other_beams:
             needed[0] += _needed_by_one(sequence, len(appended), state.tokens_per_block)
             continue
-        beams = sequence.request.beam_width
+        beams = sequence.beam_width
         if beams > 1 and len(appended) != beams:
             raise RequestError(f"request {request_id}: {len(appended)} tokens for {beams} beams; append one token for each beam")
         count = len(appended) if beams == 1 else 1
@@ -72,7 +75,7 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
             _append_to_one(state, sequence, appended)
         else:
             use_path_of(state.moves, sequence.request)
-            _append(state, sequence, appended if sequence.request.beam_width == 1 else appended[:1])
+            _append(state, sequence, appended if sequence.beam_width == 1 else appended[:1])
             state.moves.use_default_path()
 
 
@@ -174,7 +177,7 @@ def _num_tail_copies(row: SequenceRow) -> int:
 
 def _append(state: LedgerState, sequence: ActiveSequence, appended: Sequence[int]) -> None:
     old = sequence.num_tokens
-    if sequence.request.beam_width > 1 and old == sequence.request.num_tokens:
+    if sequence.beam_width > 1 and old == sequence.num_prompt_tokens:
         _copy_tail_to_beams(state, sequence)
     for token in appended:
         sequence.keys.append(token)
@@ -198,6 +201,7 @@ def _append(state: LedgerState, sequence: ActiveSequence, appended: Sequence[int
                 block.ref_count = 1
                 blocks.append(block)
     sequence.computed = sequence.num_tokens - 1
+    sequence.covered = sequence.num_tokens
 
 
 def _leave_windows(state: LedgerState, sequence: ActiveSequence) -> None:
@@ -214,6 +218,7 @@ def depart(state: LedgerState, row: SequenceRow, num_departed: int) -> None:
         return
     allocator = state.allocators[row.group]
     geometry = state.geometries[row.group]
+    scratch = scratch_held(geometry, row)
     while len(row.departed_ids) < len(row.other_beams) + 1:
         row.departed_ids.append([])
     for beam in range(len(row.other_beams) + 1):
@@ -230,6 +235,7 @@ def depart(state: LedgerState, row: SequenceRow, num_departed: int) -> None:
                 if block.queue != NOT_QUEUED and not block.has_content:  # like everything that leaves a window, to the back
                     allocator.queues.claim(block)
                     allocator.queues.add_empty_last(block, PRIMARY)
+    state.scratch_used[row.group] -= scratch - scratch_held(geometry, row)
 
 
 def _has_open_tail(state: LedgerState, row: SequenceRow, num_tokens: int) -> bool:
@@ -260,9 +266,9 @@ def _is_snapshot(state: LedgerState, sequence: ActiveSequence, row: SequenceRow,
     """
     if count > 1 and sequence.computed != num_tokens:
         return False
-    if not state.reuse or num_tokens % state.tokens_per_block or sequence.request.skip_write or sequence.request.beam_width > 1:
+    if not state.reuse or num_tokens % state.tokens_per_block or sequence.request.skip_write or sequence.beam_width > 1:
         return False
-    return state.geometries[row.group].keeps_state(num_tokens // state.tokens_per_block - 1, sequence.request.num_tokens)
+    return state.geometries[row.group].keeps_state(num_tokens // state.tokens_per_block - 1, sequence.num_prompt_tokens)
 
 
 def _carry_state_on(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, old: int, total: int, priority: int,
@@ -300,11 +306,12 @@ def rewind(state: LedgerState, request_id: int, num_tokens: int) -> None:
     """
     sequence = state.sequence(request_id)
     require_no_drafts(sequence, "rewind")
-    generated = sequence.num_tokens - sequence.request.num_tokens
+    generated = sequence.num_tokens - sequence.num_prompt_tokens
     if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or not 0 <= num_tokens <= generated:
         raise RequestError(f"request {request_id}: rewind({num_tokens!r}); it has generated {generated} tokens and the prompt stays")
     if num_tokens == 0:
         return
+    require_blocks_for_all(state, sequence, "rewind")
     left = sequence.num_tokens - num_tokens
     needed = [0] * len(state.groups)
     for row in sequence.rows:
@@ -328,6 +335,7 @@ def rewind(state: LedgerState, request_id: int, num_tokens: int) -> None:
         require_room(state, needed, NOTHING_WANTED, f"a private copy for request {request_id}")
     sequence.keys.truncate(left)
     sequence.computed = min(sequence.computed, left)
+    sequence.covered = left
     sequence.valid = min(sequence.valid, sequence.computed)
     use_path_of(state.moves, sequence.request)
     for row in sequence.rows:
@@ -376,6 +384,13 @@ def make_writable(state: LedgerState, row: SequenceRow, beam: int, position: int
     if block.node is not None:
         allocator.drop(block)
     return block
+
+
+def require_blocks_for_all(state: LedgerState, sequence: ActiveSequence, verb: str) -> None:
+    """Raise RequestError while chunks of the sequence are left for which its window groups have no blocks yet."""
+    if state.is_chunked and sequence.covered < sequence.num_tokens:
+        raise RequestError(f"request {sequence.id}: {verb} with blocks for the first {sequence.covered} of {sequence.num_tokens} tokens; "
+                           f"compute the others first, in chunks of {state.rules.chunk_size}, and say so with mark_computed")
 
 
 def require_reported(sequence: ActiveSequence) -> None:

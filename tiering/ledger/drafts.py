@@ -12,7 +12,14 @@ from typing import Final
 
 from kvtier.errors import RequestError
 from kvtier.pools.pool_index import PRIMARY
-from kvtier.tiering.ledger.decoding import decode_retention, depart, make_writable, num_tail_copies, require_reported
+from kvtier.tiering.ledger.decoding import (
+    decode_retention,
+    depart,
+    make_writable,
+    num_tail_copies,
+    require_blocks_for_all,
+    require_reported,
+)
 from kvtier.tiering.ledger.draft_tree import DraftTree
 from kvtier.tiering.ledger.group import CROSS, WINDOW
 from kvtier.tiering.ledger.keeping import use_path_of
@@ -40,8 +47,9 @@ def propose_drafts(state: LedgerState, request_id: int, tokens: Sequence[object]
     sequence = state.sequence(request_id)
     require_reported(sequence)
     require_no_drafts(sequence, "propose_drafts")
-    if sequence.request.beam_width > 1:
-        raise RequestError(f"request {request_id}: drafts for {sequence.request.beam_width} beams; beams already are the alternatives, "
+    require_blocks_for_all(state, sequence, "propose_drafts")
+    if sequence.beam_width > 1:
+        raise RequestError(f"request {request_id}: drafts for {sequence.beam_width} beams; beams already are the alternatives, "
                            "propose drafts with beam_width=1")
     if state.has_recurrent:
         raise RequestError(f"request {request_id}: drafts, and this layout keeps a running state, which cannot be taken back from a "
@@ -149,6 +157,7 @@ def accept_drafts(state: LedgerState, request_id: int, nodes: Sequence[object]) 
     for node in path:
         sequence.keys.append(tree.tokens[node])
     sequence.computed = sequence.num_tokens
+    sequence.covered = sequence.num_tokens
     _end(state, sequence)
     return tree.moves_of(path)
 

@@ -7,9 +7,11 @@ from kvtier.policies.eviction import BACKING, EMPTY, KEPT_BACKING, LISTS_PER_LEV
 from kvtier.pools.pool_index import LEVEL_NAMES, NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block
-from kvtier.tiering.ledger.group import CROSS, RECURRENT
+from kvtier.tiering.ledger.chunks import scratch_held
+from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.node import Node
+from kvtier.tiering.ledger.sequence import ActiveSequence
 
 
 def verify(ledger: Ledger) -> None:
@@ -17,6 +19,9 @@ def verify(ledger: Ledger) -> None:
     for sequence in ledger.sequences.values():
         if not 0 <= sequence.computed <= sequence.num_tokens:
             _fail(f"request {sequence.id}: {sequence.computed} of {sequence.num_tokens} tokens computed")
+        if ledger.is_chunked:
+            _check_chunks(ledger, sequence)
+    _check_scratch(ledger)
     for allocator in ledger.allocators:
         _check_slots(allocator)
         _check_rows(ledger, allocator)
@@ -31,6 +36,28 @@ def verify(ledger: Ledger) -> None:
 
 def _fail(message: str) -> None:
     raise LedgerError(f"broken invariant: {message}")
+
+
+def _check_chunks(ledger: Ledger, sequence: ActiveSequence) -> None:
+    if not sequence.computed <= sequence.covered <= sequence.num_tokens:
+        _fail(f"request {sequence.id}: {sequence.computed} tokens computed, blocks for {sequence.covered} of {sequence.num_tokens}")
+    if sequence.must_cut:
+        return
+    is_due = sequence.computed == sequence.covered < sequence.num_tokens
+    if (ledger.paused.get(sequence.id) is sequence) != is_due:
+        _fail(f"request {sequence.id}: paused exactly when the next token has no blocks; computed {sequence.computed}, blocks for "
+              f"{sequence.covered} of {sequence.num_tokens}")
+
+
+def _check_scratch(ledger: Ledger) -> None:
+    """The scratch of a group is what its sequences hold of it, and no more than there is."""
+    for group, geometry in enumerate(ledger.geometries):
+        held = sum(scratch_held(geometry, sequence.rows[group]) for sequence in ledger.sequences.values())
+        if held != ledger.scratch_used[group] or held > ledger.scratch_budgets[group]:
+            _fail(f"group {group}: sequences hold {held} scratch blocks, counted {ledger.scratch_used[group]}, there are "
+                  f"{ledger.scratch_budgets[group]}")
+    if not ledger.paused.keys() <= ledger.sequences.keys():
+        _fail("only active sequences are paused")
 
 
 def _check_slots(allocator: BlockAllocator) -> None:
@@ -50,11 +77,13 @@ def _check_rows(ledger: Ledger, allocator: BlockAllocator) -> None:
     for sequence in ledger.sequences.values():
         row = sequence.rows[group]
         name = f"request {sequence.id}, group {group}"
-        if row.other_beams and len(row.other_beams) != sequence.request.beam_width - 1:
-            _fail(f"{name}: {len(row.other_beams) + 1} beams of {sequence.request.beam_width}")
+        if row.other_beams and len(row.other_beams) != sequence.beam_width - 1:
+            _fail(f"{name}: {len(row.other_beams) + 1} beams of {sequence.beam_width}")
         if row.departed_ids and any(len(ids) != row.num_departed for ids in row.departed_ids):
             _fail(f"{name}: all beams leave the window together")
         num_tokens = sequence.request.encoder_length if geometry.kind == CROSS else sequence.num_tokens
+        if ledger.is_chunked and geometry.kind == WINDOW:
+            num_tokens = sequence.covered
         for beam in range(len(row.other_beams) + 1):
             blocks = row.beam(beam)
             if len(blocks) < geometry.num_blocks(num_tokens):

@@ -13,13 +13,14 @@ from kvtier.errors import CapacityError, RequestError, UnknownBlock
 from kvtier.policies.eviction import NOT_QUEUED
 from kvtier.policies.retention import check_priority, priority_of
 from kvtier.pools.pool_index import LEVEL_NAMES, PRIMARY, SECONDARY, level_of
-from kvtier.tiering.ledger import beams, decoding, drafts
-from kvtier.tiering.ledger.admission import BatchPlanner, may_reuse, may_store, most_reusable
+from kvtier.tiering.ledger import beams, decoding, drafts, prefill
+from kvtier.tiering.ledger.admission import BatchPlanner, has_private_tail, may_reuse, may_store, most_reusable
 from kvtier.tiering.ledger.admitting import carry_out
 from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.chunks import most_in_prefill
 from kvtier.tiering.ledger.decoding import require_reported
 from kvtier.tiering.ledger.draft_tree import DraftTree
-from kvtier.tiering.ledger.group import GroupSpec
+from kvtier.tiering.ledger.group import WINDOW, GroupSpec
 from kvtier.tiering.ledger.keeping import change_priority
 from kvtier.tiering.ledger.losing import lose
 from kvtier.tiering.ledger.moves import Move, WarmRow
@@ -101,6 +102,8 @@ class Ledger(LedgerState):
         return sequences
 
     def _require_room_for(self, planner: BatchPlanner, batch_ids: set[int]) -> None:
+        if self.is_chunked:
+            self._require_room_for_chunks(planner)
         is_plenty = True
         for group, allocator in enumerate(self.allocators):
             if planner.most_primary(group) > allocator.queues.num_free(PRIMARY):
@@ -115,20 +118,72 @@ class Ledger(LedgerState):
         require_room(self, [planner.needed_primary(group) for group in groups], [planner.protected(group) for group in groups],
                      f"requests {sorted(batch_ids)}")
 
+    def _require_room_for_chunks(self, planner: BatchPlanner) -> None:
+        """Refuse a prompt that would wait for ever: the pool could not hold its window and a chunk even if nobody else were there."""
+        for group, allocator in enumerate(self.allocators):
+            geometry = self.geometries[group]
+            total = allocator.num_blocks[PRIMARY]
+            for plan in planner.plans:
+                request = plan.request
+                tails = request.beam_width - 1 if has_private_tail(self, request, group) else 0
+                if geometry.kind != WINDOW or geometry.num_blocks(request.num_tokens) + tails <= total:
+                    continue
+                needed = [0] * len(self.groups)
+                needed[group] = most_in_prefill(geometry, self.rules.chunk_size, request.num_tokens, tails)
+                if needed[group] > total:
+                    require_room(self, needed, [], f"request {request.id}, computed in chunks of {self.rules.chunk_size} tokens")
+
     # -- growing ---------------------------------------------------------------------------------------------------------
 
     def append_step(self, ids: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
         """Append sampled tokens to several sequences; see :func:`decoding.append_step`."""
         decoding.append_step(self, ids, tokens)
 
-    def mark_computed(self, request_id: int, num_tokens: int) -> None:
-        """The first ``num_tokens`` tokens have their keys and values in the pool now."""
+    def mark_computed(self, request_id: int, num_tokens: int, may_let_go: bool = True) -> None:
+        """The first ``num_tokens`` tokens have their keys and values in the pool now.
+
+        With chunked prefill what has left a window is stored and let go, and the next chunk gets its blocks or the sequence is paused.
+        ``may_let_go``: False while somebody may still be reading the blocks; :meth:`advance_prefill` makes up for it.
+        """
         sequence = self.sequence(request_id)
         require_reported(sequence)
         if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or not sequence.computed <= num_tokens <= sequence.num_tokens:
             raise RequestError(f"request {request_id}: mark_computed({num_tokens!r}); {sequence.computed} are computed already and the "
                                f"sequence has {sequence.num_tokens} tokens (rewind() takes tokens back)")
+        if self.is_chunked and num_tokens > sequence.covered:
+            raise RequestError(f"request {request_id}: mark_computed({num_tokens}); it has blocks for the first {sequence.covered} tokens: "
+                               f"compute chunks that end at multiples of chunk_size={self.rules.chunk_size}, the next one only when the "
+                               "sequence is not paused")
         sequence.computed = num_tokens
+        if self.is_chunked:
+            if may_let_go:
+                prefill.advance(self, sequence)
+            else:
+                prefill.pause(self, sequence)
+
+    def advance_prefill(self, request_id: int) -> None:
+        """Nobody reads the sequence's blocks any more: what its windows have moved past goes."""
+        sequence = self.sequences.get(request_id)
+        if self.is_chunked and sequence is not None:
+            prefill.advance(self, sequence)
+            if not self.paused.keys() - {request_id}:
+                prefill.extend(self, sequence)
+
+    def extend_prefill(self, request_id: int) -> bool:
+        """Try to give a paused sequence the blocks of its next chunk, in all window groups or in none.
+
+        Returns whether it has blocks to go on with.
+        """
+        return prefill.extend(self, self.sequence(request_id))
+
+    def resume_prefills(self, ids: Sequence[int]) -> None:
+        """Try it for all of these that are paused, longest wait first."""
+        if self.paused:
+            prefill.resume(self, ids)
+
+    def is_paused(self, request_id: int) -> bool:
+        """Whether a sequence waits for the blocks of its next chunk."""
+        return self.sequence(request_id).id in self.paused
 
     def rewind(self, request_id: int, num_tokens: int) -> None:
         """Take back generated tokens; see :func:`decoding.rewind`."""
@@ -198,6 +253,8 @@ class Ledger(LedgerState):
             self._store(sequence, True)
             last = last_stored_id(sequence.rows[self.leading_group].blocks)
         del self.sequences[request_id]
+        if self.is_chunked:
+            prefill.forget(self, sequence)
         for row in sequence.rows:
             allocator = self.allocators[row.group]
             for beam in range(len(row.other_beams), -1, -1):
@@ -336,6 +393,8 @@ class Ledger(LedgerState):
     def deliver(self, sequence: ActiveSequence) -> None:
         """The sequence is ready: its hits count now, by the level they came from. What it has lost is told with this."""
         drafts.drop_lost_drafts(self, sequence)
+        if sequence.must_cut:
+            prefill.cut_back(self, sequence)
         sequence.must_report = False
         if sequence.delivered:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvtier.pools.pool_index import PRIMARY, level_of
 from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.chunks import most_in_prefill
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
 from kvtier.tiering.ledger.keeping import take_for, use_path_of
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
@@ -71,16 +72,22 @@ def _fall_back(state: LedgerState, sequence: ActiveSequence, group: int, positio
     sequence.computed = left
     sequence.valid = min(sequence.valid, left)
     sequence.num_prefix_blocks = min(sequence.num_prefix_blocks, left // state.tokens_per_block)
+    sequence.must_cut = state.is_chunked  # not now: a step may be writing into its blocks
     exchanges = [_exchanges(state, sequence, row, left) for row in sequence.rows]
     for row in sequence.rows:
         needed = sum(1 for exchange in exchanges[row.group] if not exchange.is_optional)
         if needed > state.allocators[row.group].queues.num_free(PRIMARY):
             sequence.must_preempt = True
             return
+        geometry = state.geometries[row.group]
+        if sequence.must_cut and geometry.kind == WINDOW and state.allocators[row.group].num_blocks[PRIMARY] < most_in_prefill(
+                geometry, state.rules.chunk_size, sequence.num_tokens, 0):
+            sequence.must_preempt = True  # what it has generated was computed token by token; a chunk of it does not fit
+            return
     for row in sequence.rows:
         _carry_out(state, sequence, row, exchanges[row.group])
         kind = state.geometries[row.group].kind
-        if kind == WINDOW and left == 0:
+        if kind == WINDOW and left == 0 and not sequence.must_cut:
             row.departed_ids = []
         elif kind == RECURRENT:
             _forget_states(row, left // state.tokens_per_block, state)
@@ -107,7 +114,7 @@ def _exchanges(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, n
     """Where the row needs another block before the tokens behind its first ``num_tokens`` ones are written again."""
     geometry = state.geometries[row.group]
     found: list[Exchange] = []
-    if geometry.kind == CROSS or not row.blocks:
+    if geometry.kind == CROSS or not row.blocks or (geometry.kind == WINDOW and sequence.must_cut):
         return found
     first = geometry.num_blocks(num_tokens)
     if geometry.kind == RECURRENT:
@@ -115,7 +122,7 @@ def _exchanges(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, n
     elif geometry.first_token(first) > num_tokens:
         first -= 1  # the first of them goes into the middle of a block
     num_beams = len(row.other_beams) + 1
-    prompt_end = geometry.num_full_blocks(sequence.request.num_tokens)
+    prompt_end = geometry.num_full_blocks(sequence.num_prompt_tokens)
     for position in range(first, len(row.blocks)):
         seen: list[Block] = []
         for beam in range(num_beams):

@@ -22,7 +22,8 @@ class LedgerRules(TierRules):
     def __init__(self, enable_block_reuse: bool = True, enable_partial_reuse: bool = True, copy_on_partial_reuse: bool = True,
                  secondary_offload_min_priority: int = DEFAULT_PRIORITY, nvme_offload_min_priority: int = DEFAULT_PRIORITY,
                  keep_backing: bool = True, write_ahead_share: float = 0.25, policy: str = "default", max_events: int = 1024,
-                 namespace_seed: bytes = b"", chunk_size: int = 0) -> None:
+                 namespace_seed: bytes = b"", chunk_size: int = 0,
+                 window_scratch_blocks: int | None = None) -> None:
         super().__init__(secondary_offload_min_priority, nvme_offload_min_priority, keep_backing, write_ahead_share)
         self.enable_block_reuse = enable_block_reuse
         self.enable_partial_reuse = enable_partial_reuse
@@ -31,3 +32,4 @@ class LedgerRules(TierRules):
         self.max_events = max_events
         self.namespace_seed = namespace_seed
         self.chunk_size = chunk_size  # tokens that are prefilled at a time; 0: the whole prompt
+        self.window_scratch_blocks = window_scratch_blocks  # per group; None: enough for two chunks

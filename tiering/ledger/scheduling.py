@@ -84,7 +84,8 @@ def fit_token_budget(state: LedgerState, sequence: ActiveSequence, chunk_tokens:
     """How many prompt tokens to compute now, when less was reusable than estimated and the planned chunk no longer fits the budget.
 
     No more than ``chunk_tokens``, ``token_budget`` and what is left of the prompt. A chunk that does not end the prompt ends at a
-    multiple of the block size, unless the budget does not reach that far.
+    multiple of the block size, unless the budget does not reach that far. With chunked prefill over windows no more than there are blocks
+    for: nothing while the sequence is paused.
 
     Raises:
         RequestError: a negative number.
@@ -92,7 +93,9 @@ def fit_token_budget(state: LedgerState, sequence: ActiveSequence, chunk_tokens:
     for name, value in (("chunk_tokens", chunk_tokens), ("token_budget", token_budget)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise RequestError(f"{name}={value!r}: must be a whole number of at least 0")
-    left = max(sequence.request.num_tokens - sequence.computed, 0)
+    left = max(sequence.num_prompt_tokens - sequence.computed, 0)
+    if state.is_chunked:
+        left = max(min(sequence.covered, sequence.num_prompt_tokens) - sequence.computed, 0)
     fitting = min(chunk_tokens, token_budget, left)
     if fitting == left:
         return fitting

@@ -16,6 +16,7 @@ class SequenceRow:
         blocks: handles in prompt order, of beam 0; the group's placeholder where a position has none (out of the window, no snapshot).
         other_beams: the same for beams 1 and up; empty with one beam. A handle that several beams hold is referenced by each.
         departed_ids: by beam, ids of the blocks behind the sinks that have left the window.
+        scratch_begin, scratch_end: positions of the chunk being computed that will be out of the window when it is.
     """
 
     def __init__(self, group: int) -> None:
@@ -23,6 +24,8 @@ class SequenceRow:
         self.blocks: list[Block] = []
         self.other_beams: list[list[Block]] = []
         self.departed_ids: list[list[int]] = []
+        self.scratch_begin = 0
+        self.scratch_end = 0
 
     @property
     def num_departed(self) -> int:
@@ -50,11 +53,13 @@ class ActiveSequence:
     Attributes:
         rows: its handles, by group.
         computed: leading tokens whose keys and values are there.
+        covered: with chunked prefill, leading tokens that the window groups have, or had, blocks for.
         prepopulated: leading tokens promised by reuse; ``valid`` is what is left of them after failed reads.
         num_prefix_blocks: leading blocks that came from reuse, the partially matched one included.
         num_stored: no block from this position on was ever stored by this sequence.
         origin_levels: level on which each of these was found.
         must_report: ``valid`` shrank and the engine has not been told yet.
+        must_cut: window rows that are filled chunk by chunk are to be cut back when the engine is told.
         must_preempt: a failed block could not be replaced; the engine has to remove this sequence.
         delivered: its hits have been counted.
         external_tokens: tokens behind the reused ones that somebody else has announced.
@@ -63,11 +68,15 @@ class ActiveSequence:
 
     def __init__(self, request: Request, keys: TokenKeys, namespace: Namespace, order: int, num_groups: int) -> None:
         self.request = request
+        self.id: int = request.id  # what the ledger asks for often; attributes of a request cost more
+        self.beam_width: int = request.beam_width
+        self.num_prompt_tokens: int = request.num_tokens
         self.keys = keys
         self.namespace = namespace
         self.order = order  # ascending with admission: pre-emption names the newest first
         self.rows: list[SequenceRow] = [SequenceRow(group) for group in range(num_groups)]
         self.computed = 0
+        self.covered = 0
         self.prepopulated = 0
         self.valid = 0
         self.num_prefix_blocks = 0
@@ -75,6 +84,7 @@ class ActiveSequence:
         self.origin_levels: list[int] = []
         self.must_report = False
         self.must_preempt = False
+        self.must_cut = False
         self.delivered = False
         self.external_tokens = 0
         self.drafts: DraftTree | None = None
@@ -82,10 +92,6 @@ class ActiveSequence:
         self.new_blocks = 0
         self.reused_blocks = 0
         self.missed_blocks = 0
-
-    @property
-    def id(self) -> int:
-        return self.request.id
 
     @property
     def blocks(self) -> list[Block]:
@@ -98,13 +104,13 @@ class ActiveSequence:
 
     @property
     def is_decoding(self) -> bool:
-        return self.keys.num_tokens > self.request.num_tokens
+        return self.keys.num_tokens > self.num_prompt_tokens
 
     def storable_tokens(self) -> int:
         """What may enter the tree: what was computed, and never the newest token. Of beams, what they share: the prompt's full blocks."""
         storable = min(self.computed, self.keys.num_tokens - 1)
-        if self.request.beam_width > 1:
-            num_tokens = self.request.num_tokens
+        if self.beam_width > 1:
+            num_tokens = self.num_prompt_tokens
             return min(storable, num_tokens - num_tokens % self.keys.tokens_per_block)
         return storable
 

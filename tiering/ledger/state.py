@@ -8,6 +8,7 @@ from kvtier.errors import RequestError, UnknownRequest
 from kvtier.policies.eviction import eviction_queues
 from kvtier.pools.pool_index import NUM_LEVELS
 from kvtier.tiering.ledger.allocator import BlockAllocator
+from kvtier.tiering.ledger.chunks import scratch_budgets
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupGeometry, GroupSpec
 from kvtier.tiering.ledger.key import Namespace, TokenKeys
@@ -42,6 +43,9 @@ class LedgerState:
             cross-attention one beside others.
         is_single: one full-attention group, the common case.
         has_window: some layers attend to the last tokens only.
+        is_chunked: prompts are computed chunk by chunk, and window groups take their blocks so.
+        scratch_budgets, scratch_used: by group, blocks for chunks that leave the window again at once, and how many are taken.
+        paused: sequences that wait for their next chunk's blocks, longest wait first.
         has_recurrent: some layers keep a running state, which can be found again at snapshots only.
         has_cross: some layers attend to an encoder's output.
         reuse, partial_reuse: whether anything stored is ever matched, and whether the first tokens of a block are.
@@ -66,6 +70,10 @@ class LedgerState:
         self.leading_group = [*full, *self.prefix_groups, 0][0]
         self.is_single = len(self.groups) == 1 and self.groups[0].kind == FULL
         self.has_window = any(group.kind == WINDOW for group in self.groups)
+        self.is_chunked = self.has_window and rules.chunk_size > 0
+        self.scratch_budgets = scratch_budgets(self.geometries, rules)
+        self.scratch_used = [0] * len(self.groups)
+        self.paused: dict[int, ActiveSequence] = {}
         self.has_recurrent = any(group.kind == RECURRENT for group in self.groups)
         self.has_cross = any(group.kind == CROSS for group in self.groups)
         # The bubble moves tokens to other places inside their blocks than in a group without it: no common blocks to find again.

@@ -90,12 +90,23 @@ class GroupRun:
         return sequences
 
     def compute(self, sequence: ActiveSequence, num_tokens: int | None = None) -> bool:
-        """Compute up to ``num_tokens`` (all by default). False when the sequence has to be pre-empted."""
+        """Compute up to ``num_tokens`` (all by default). False when the sequence has to be pre-empted, or stays paused."""
         self.settle()
         if sequence.must_preempt:
             return False
         self.ledger.deliver(sequence)
         end = sequence.num_tokens if num_tokens is None else num_tokens
+        while self.ledger.is_chunked and sequence.covered < end:
+            if self.ledger.is_paused(sequence.id):
+                if not self.ledger.extend_prefill(sequence.id):
+                    self.settle()
+                    return False
+                self.settle()
+            if sequence.covered >= end:
+                break
+            self._forward(sequence, sequence.computed, sequence.covered)
+            self.ledger.mark_computed(sequence.id, sequence.covered)
+            self.settle()
         self._forward(sequence, sequence.computed, end)
         self.ledger.mark_computed(sequence.id, end)
         self.check()

@@ -166,8 +166,23 @@ class GroupsDriver:
             return False
         sequence = self.ledger.sequence(request_id)
         end = sequence.num_tokens if num_tokens is None else max(num_tokens, sequence.computed)
+        while self.ledger.is_chunked and sequence.covered < end:  # one chunk after the other, as far as there are blocks
+            if not self.ledger.extend_prefill(request_id) or not self.make_ready(request_id, decide):
+                return False
+            step = min(sequence.covered, end)
+            self._write(sequence, sequence.computed, step)
+            self.note_stored(request_id, step)
+            self.ledger.mark_computed(request_id, step)
+            self.tiers.fetch()
+            if not self.make_ready(request_id, decide):
+                return False
+        end = max(end, sequence.computed)
         self._write(sequence, sequence.computed, end)
+        self.note_stored(request_id, end)
         self.ledger.mark_computed(request_id, end)
+        self.tiers.fetch()
+        if not self.make_ready(request_id, decide):
+            return False
         self.check_sequence(request_id)
         return True
 
@@ -204,8 +219,10 @@ class GroupsDriver:
         life.beams = [list(life.beams[parent]) for parent in parents]
         self.tiers.fetch()
 
-    def note_stored(self, request_id: int) -> None:
-        self.ever_stored.update(self.lives[request_id].beams[0][:self.ledger.sequence(request_id).storable_tokens()])
+    def note_stored(self, request_id: int, computed: int = 0) -> None:
+        sequence = self.ledger.sequence(request_id)
+        storable = max(sequence.storable_tokens(), min(computed, sequence.num_tokens - 1) if self.ledger.is_chunked else 0)
+        self.ever_stored.update(self.lives[request_id].beams[0][:storable])
 
     def store_context(self, request_id: int) -> None:
         self.note_stored(request_id)

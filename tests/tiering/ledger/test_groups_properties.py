@@ -132,9 +132,9 @@ class GroupsMachine(RuleBasedStateMachine):
         return any(any(allocator.num_busy) for allocator in self.ledger.allocators)
 
     def fits(self, batch: list[Request]) -> bool:
-        """Whether an empty ledger would take these requests."""
-        return all(sum(num_new_blocks(self.ledger, request, number, 0) for request in batch) <= group.num_blocks[PRIMARY]
-                   for number, group in enumerate(self.groups))
+        """Whether an empty ledger would take these requests, all of their prompts at once."""
+        return all(sum(num_new_blocks(self.ledger, request, number, 0, request.num_tokens) for request in batch)
+                   <= group.num_blocks[PRIMARY] for number, group in enumerate(self.groups))
 
     def check_preemption(self, error: CapacityError, batch: list[Request]) -> None:
         """Removing the named requests makes room; none are named only when that would not help."""
