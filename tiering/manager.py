@@ -150,7 +150,7 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
 
         Raises:
             RequestError: a token outside int32, a sequence that would pass ``max_seq_len``, not one token for each beam, an id twice,
-                pending drafts, a bad read that :meth:`wait_ready` has not reported yet.
+                a prompt that is not computed to its end in chunks, pending drafts, a bad read that :meth:`wait_ready` has not reported yet.
             CapacityError: too few primary blocks; names whom to pre-empt.
         """
         arguments.sequence_of("ids", ids)
@@ -196,7 +196,7 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
 
         Raises:
             RequestError: the sequence takes part in a running step, more than was generated, further than a window has moved on (says
-                how far it may go), recurrent layers, pending drafts.
+                how far it may go), recurrent layers, pending drafts, chunks that have no blocks yet.
             CapacityError: the block that is cut is shared and there is none for a copy; nothing has changed.
         """
         with self.locked() as ledger:
