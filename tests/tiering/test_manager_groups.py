@@ -169,6 +169,21 @@ def test_beams_read_what_their_parents_wrote(make_groups: MakeGroups, name: str,
     assert is_everything_free(cache)
 
 
+def test_the_ids_of_blocks_that_have_left_the_window_follow_their_beam(make_groups: MakeGroups) -> None:
+    cache, engine = make_groups("window and full", 40, nvme=0, max_beam_width=2)
+    engine.admit(engine.request(1, tokens_of(1, 8), beam_width=2))
+    for _ in range(12):
+        engine.forward([1])
+        engine.sample(1)
+    first, second = cache.block_ids(1, beam=0), cache.block_ids(1, beam=1)
+    assert (cache.block_table([1]).numpy()[:, 0, 2] == -1).all(), "the beams' first blocks of their own have left"
+    assert first[2] != second[2]
+    engine.reorder(1, [1, 0])
+    assert (cache.block_ids(1, beam=0), cache.block_ids(1, beam=1)) == (second, first)
+    engine.reorder(1, [1, 1])
+    assert (cache.block_ids(1, beam=0), cache.block_ids(1, beam=1)) == (first, first)
+
+
 def test_a_block_of_a_later_beam_can_be_written_by_tools(make_groups: MakeGroups) -> None:
     cache, engine = make_groups("window and full", 24, max_beam_width=2)
     engine.admit(engine.request(1, tokens_of(1, 6), beam_width=2))

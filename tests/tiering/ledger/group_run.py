@@ -109,7 +109,7 @@ class GroupRun:
             self.settle()
         self._forward(sequence, sequence.computed, end)
         self.ledger.mark_computed(sequence.id, end)
-        self.check()
+        self.settle()  # the next chunk's blocks may have pushed others down
         return True
 
     def append(self, sequence: ActiveSequence, *steps: int | Sequence[int]) -> None:
