@@ -64,15 +64,17 @@ class TierConfig(BaseSettings):
     nvme: Sizes = "0 blocks"
     """Space for slab files in ``nvme_directory``, what is already there included."""
     group_shares: list[float] | None = None
-    """How the groups divide a size given in bytes or percent; one per group, scaled to add up to 1. None: equally."""
+    """How the groups divide a size that is given in bytes or percent for all of them: one number per group, each from 0 to 1, scaled to
+    add up to 1. None: equally. A size in blocks is each group's, and a list has each group's own size."""
     max_tokens: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
     """Most tokens for which the primary level holds blocks, in each group. With ``primary``, the smaller of the two counts."""
 
     max_batch_size: Annotated[int, Field(ge=1, le=1 << 20)] = 64
     """Most sequences in one step; block tables are allocated for it."""
     max_seq_len: Annotated[int, Field(ge=1, le=1 << 31)] = 8192
-    """Most tokens of one sequence, prompt and answer together."""
+    """Most tokens of one sequence, prompt and answer together; and of one encoder's output."""
     max_beam_width: Annotated[int, Field(ge=1, le=1 << 10)] = 1
+    """Most beams of one request; block tables have a row for each beam of each sequence."""
     chunk_size: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
     """Tokens the engine prefills at a time; None: the whole prompt at once. Chunks end at multiples of it. Layers with a window then hold
     only the blocks of the window and one chunk."""
@@ -96,8 +98,9 @@ class TierConfig(BaseSettings):
     nvme_offload_min_priority: Priority = 35
     """Blocks below this priority never reach NVMe."""
     enable_block_reuse: bool = True
+    """Match and store prompts. Without it nothing is ever found again."""
     enable_partial_reuse: bool = True
-    """Reuse a block whose first tokens match, not only whole blocks."""
+    """Reuse a block whose first tokens match, not only whole blocks. Has no effect where layers keep a running state."""
     copy_on_partial_reuse: bool = True
     """Copy a partly matching block that others may want, instead of taking it over."""
     keep_backing: bool = True
@@ -105,10 +108,12 @@ class TierConfig(BaseSettings):
     event_buffer_max_size: Annotated[int, Field(ge=0, le=1 << 30)] = 1024
     """Most events kept for ``poll_events``; 0 turns events off."""
     gds: Literal["required", "auto", "off"] = "auto"
-    """GPUDirect Storage: fail without it, use it where it works, or never."""
+    """GPUDirect Storage: fail without it, use it where it works, or never. Not included yet: "required" is refused, "auto" is "off"."""
     policy: Literal["default", "lru"] = "default"
+    """Which content is given up first. Both are the same for now: of the lowest priority, the least recently used."""
     request_directory_root: Path | None = None
-    """Folder under which a request's own ``directory`` must lie. None: requests may not name one."""
+    """Folder under which a request's own ``directory`` must lie. None: requests may not name one. Not included yet: anything but None is
+    refused."""
 
     faults: Faults | None = None
     """Fault injection for tests; a keyword only."""

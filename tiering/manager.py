@@ -42,7 +42,10 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
 
     Raises:
         ConfigError: sizes that do not fit (before anything is allocated), a device or
-            directory that cannot be used.
+            directory that cannot be used, a setting that is not included yet.
+
+    Block ids, blocks and tables are each group's own: ``group`` is a number of ``layout.groups``, and one that there is not is a
+    RequestError. A ``request_id`` that is not active is an UnknownRequest, a ``block_id`` that there is not an UnknownBlock.
 
     Thread-safe. Close it, or use it as a context manager.
     """
@@ -72,8 +75,9 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
         """Admit a batch: all matches of all requests are claimed before any block is taken. All of it or nothing.
 
         Raises:
-            RequestError: a duplicate id, a prompt or an encoder's output longer than ``max_seq_len``, too many beams, retention that
-                asks for a path that is not included.
+            RequestError: a duplicate id, a prompt or an encoder's output longer than ``max_seq_len``, an encoder where there is no
+                cross-attention or none where there is, too many beams, retention that asks for a path that is not included, an
+                announcement of :meth:`set_inbound` that cannot be used.
             CapacityError: too few primary blocks; names how many are needed and there, and whom to pre-empt.
         """
         arguments.requests(requests)
@@ -98,6 +102,9 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
         Entry of (sequence, field, block) is ``slot * layers * kv_factor + field``; a kernel adds ``layer * kv_factor``. Of recurrent
         groups it is the slot: kernels get one layer's states. Unused entries, and blocks that have left the window, are -1. Valid
         until the next call for this group. On CUDA, call it with the engine's stream as torch's current one.
+
+        Raises:
+            RequestError: more rows than ``max_batch_size * max_beam_width``.
         """
         self._check_group(group)
         arguments.sequence_of("ids", ids)
@@ -111,7 +118,7 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
         """One model layer's pages: strided view ``[blocks, kv_factor, heads, tokens_per_block, head_dim]`` of the primary pool.
 
         Of a recurrent layer uint8 ``[blocks, state_bytes]``. Layers whose keys and values differ in width have a ``key_buffer`` and
-        a ``value_buffer`` in ``pool(group).primary`` instead.
+        a ``value_buffer`` in ``pool(group).primary`` instead: here they are a ConfigError, like a layer that there is not.
         """
         self._require_open()
         group, position = self.layout.place_of_layer(layer)
@@ -142,7 +149,8 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
         """Append sampled tokens to a whole batch. All of it or nothing.
 
         Raises:
-            RequestError: a token outside int32, a sequence that would pass ``max_seq_len``, not one token for each beam.
+            RequestError: a token outside int32, a sequence that would pass ``max_seq_len``, not one token for each beam, an id twice,
+                a prompt that is not computed to its end in chunks, pending drafts, a bad read that :meth:`wait_ready` has not reported yet.
             CapacityError: too few primary blocks; names whom to pre-empt.
         """
         arguments.sequence_of("ids", ids)
@@ -184,7 +192,13 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
             return None
 
     def rewind(self, request_id: int, num_tokens: int) -> None:
-        """Take back the last ``num_tokens`` generated tokens. RequestError while the sequence takes part in a running step."""
+        """Take back the last ``num_tokens`` generated tokens, of every beam. What the last append brought can always be taken back.
+
+        Raises:
+            RequestError: the sequence takes part in a running step, more than was generated, further than a window has moved on (says
+                how far it may go), recurrent layers, pending drafts, chunks that have no blocks yet.
+            CapacityError: the block that is cut is shared and there is none for a copy; nothing has changed.
+        """
         with self.locked() as ledger:
             if request_id in self._stepping:
                 raise RequestError(f"request {request_id}: rewind({num_tokens}) while it takes part in a running step; leave the step "
@@ -249,7 +263,8 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
 
     def truncate(self, tokens: Request | object, keep_tokens: int, lora_id: int | None = None, cache_salt: str | None = None,
                  **namespace: Any) -> int:
-        """Forget what is stored of a prompt beyond ``keep_tokens`` tokens, on all levels. Returns the number of blocks."""
+        """Forget what is stored of a prompt beyond ``keep_tokens`` tokens, on all levels. Returns the number of blocks, of all groups
+        together."""
         request = as_request(tokens, lora_id=lora_id, cache_salt=cache_salt, **namespace)
         if isinstance(keep_tokens, bool) or not isinstance(keep_tokens, int) or keep_tokens < 0:
             raise RequestError(f"keep_tokens={keep_tokens!r}: must be a whole number of at least 0")
@@ -269,18 +284,19 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
             ledger.offload(block_id, group)
 
     def onboard(self, block_id: int, group: int = 0) -> None:
-        """Bring an unreferenced block to the primary level."""
+        """Bring an unreferenced block to the primary level. RequestError or CapacityError say why not."""
         self._check_group(group)
         with self.locked() as ledger:
             ledger.onboard(block_id, group)
 
     def read_block(self, block_id: int, group: int = 0) -> bytes:
-        """The block's bytes wherever they are, ``layout`` block bytes. For tests and tools."""
+        """The block's bytes wherever they are: ``pool(group).group.block_bytes`` of them, the parts of a block behind one another. For
+        tests and tools. Raises TransferError or CorruptBlock where they are lost."""
         self._check_group(group)
         return block_access.read(self, block_id, group)
 
     def write_block(self, block_id: int, data: bytes, group: int = 0) -> None:
-        """Overwrite a block that exactly one sequence holds. For tests and tools."""
+        """Overwrite a block that exactly one sequence holds; it leaves the reuse tree. For tests and tools. RequestError otherwise."""
         self._check_group(group)
         block_access.write(self, block_id, data, group)
 

@@ -100,7 +100,8 @@ class Planning(TierCore):
 
         Returns:
             At most either, and what is left of the prompt. A chunk that does not end the prompt ends where a block does, unless the
-            budget does not reach that far.
+            budget does not reach that far. With ``chunk_size`` and layers that have a window, no more than there are blocks for: 0
+            while the sequence is paused.
         """
         with self.locked() as ledger:
             return scheduling.fit_token_budget(ledger, ledger.sequence(request_id), chunk_tokens, token_budget)
