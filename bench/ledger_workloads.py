@@ -66,13 +66,14 @@ class Match(Side):
             store(self.ledger, Request(number, branch))
         self._expected = (num_tokens - 1) // TOKENS_PER_BLOCK
         self._prompt: object = prompt.tolist() if form == LIST else prompt
-        self._request = Request(0, prompt) if form == READY else None
+        # Each its own: what is remembered of the request asked about last must not answer for it.
+        self._requests = [Request(number, prompt) for number in range(operations)] if form == READY else []
         self._found: PrefixReuse | None = None
 
     def run(self) -> None:
-        ledger, prompt, request = self.ledger, self._prompt, self._request
-        if request is not None:
-            for _ in range(self.operations):
+        ledger, prompt = self.ledger, self._prompt
+        if self._requests:
+            for request in self._requests:
                 self._found = capacity.match(ledger, request)
             return
         for number in range(self.operations):
