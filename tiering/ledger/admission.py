@@ -104,7 +104,7 @@ class BatchPlanner:
                                f"at most {max(most, 0) // tokens_per_block}")
         if num_new_tokens > plan.partial_tokens:
             if plan.in_place:
-                self._in_place.pop(plan.partial[0].id, None)
+                self._in_place.pop(plan.partial[self.state.leading_group].id, None)
             plan.give_up_partial()
             plan.external_tokens = num_new_tokens
 

@@ -7,6 +7,7 @@ from group_run import GroupRun, cross, full, recurrent, window
 
 from kvtier.errors import RequestError
 from kvtier.tiering.ledger import capacity, scheduling
+from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.scheduling import WhatIf
 from kvtier.tiering.ledger.truncating import truncate
@@ -181,6 +182,28 @@ def test_an_earlier_request_of_a_batch_that_was_to_copy_copies_even_if_the_later
     assert (first.prepopulated, second.prepopulated, second.external_tokens) == (10, 8, 4)
     assert run.compute(first)
     run.finish()
+
+
+def test_who_loads_instead_of_taking_over_does_not_cover_up_another_ones_take_over() -> None:
+    """The full-attention group, whose handle stands for a place, is not the first one when there are windows."""
+    run = GroupRun(window(8, 24), full(24))
+    held = run.add(range(80, 85))
+    run.ledger.pin(held.id)
+    run.ledger.make_writable(held.id, 0, 0)  # from here on the two groups have different ids at one place
+    run.serve(range(20, 25))
+    run.serve(range(40, 45))
+
+    class Second(Elsewhere):
+        def num_new_matched_tokens(self, request: Request, num_matched_tokens: int) -> int:
+            return 4 if request.id == 102 else 0
+
+    run.ledger.inbound = Second(0)
+    first, second, third = run.add_all(Request(101, [*range(40, 43), 50, 51]), Request(102, [*range(20, 22), *range(60, 66)]),
+                                       Request(103, [*range(40, 44), 70, 71]))
+    assert (first.prepopulated, second.external_tokens, third.prepopulated) == (3, 4, 4)
+    for group in range(2):
+        assert first.rows[group].blocks[0] is not third.rows[group].blocks[0], "a block that another one matched as a whole is not written"
+    verify(run.ledger)
 
 
 @pytest.mark.parametrize("answer", [-4, 3, 12, 1 << 40, 4.0, None, "4"])
