@@ -36,16 +36,6 @@ class SequenceRow:
         """Handles of one beam."""
         return self.blocks if number == 0 else self.other_beams[number - 1]
 
-    def replace(self, position: int, old: Block, new: Block) -> int:
-        """Exchange a handle in every beam that has it at this position. Returns how many have."""
-        count = 0
-        for beam in range(len(self.other_beams) + 1):
-            blocks = self.beam(beam)
-            if blocks[position] is old:
-                blocks[position] = new
-                count += 1
-        return count
-
 
 class ActiveSequence:
     """One sequence.
@@ -101,10 +91,6 @@ class ActiveSequence:
     @property
     def num_tokens(self) -> int:
         return self.keys.num_tokens
-
-    @property
-    def is_decoding(self) -> bool:
-        return self.keys.num_tokens > self.num_prompt_tokens
 
     def storable_tokens(self) -> int:
         """What may enter the tree: what was computed, and never the newest token. Of beams, what they share: the prompt's full blocks."""

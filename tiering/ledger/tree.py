@@ -276,10 +276,6 @@ class ReuseTree:
             self.roots.pop(node.run.namespace.identity, None)
             self.version += 1
 
-    def clear(self) -> None:
-        """Forget every namespace. The handles must have been detached or are about to be reset."""
-        self.roots = {}
-
     def num_nodes(self) -> int:
         """Block positions in the tree, holes included: the size of the uncompressed tree."""
         total = 0

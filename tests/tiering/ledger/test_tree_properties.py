@@ -239,15 +239,6 @@ def test_a_block_is_a_leaf_until_something_is_stored_behind_it_and_again_when_th
     assert node.is_leaf(position)
 
 
-def test_forgetting_everything_leaves_no_namespace(tree: Tree) -> None:
-    tree.store([1, 2])
-    tree.store([1, 2], cache_salt="a")
-    assert len(tree.tree.roots) == 2
-    tree.tree.clear()
-    assert tree.tree.num_nodes() == 0
-    assert handles_of(tree.walk([1, 2])) == []
-
-
 # -- matching ------------------------------------------------------------------------------------------------------------
 
 
