@@ -308,12 +308,13 @@ class TokenKeys:
 class BlockKey:
     """The identity of one block as a value: for callers outside the ledger (``match().first_new_key``) and for events.
 
-    Equality compares every field, tokens included. ``hash64`` is the 64-bit block hash of TensorRT-LLM's first KV event
+    Equality compares every field, tokens and encoder input included. ``hash64`` is the 64-bit block hash of TensorRT-LLM's first KV event
     format ("v1"), an option for event consumers that still use it; it never decides reuse.
     """
 
     def __init__(self, tokens: tuple[int, ...], lora_id: int | None = None, cache_salt: str | None = None,
-                 extra_ids: tuple[int, ...] | None = None, multimodal: tuple[tuple[bytes, int], ...] = ()) -> None:
+                 extra_ids: tuple[int, ...] | None = None, multimodal: tuple[tuple[bytes, int], ...] = (),
+                 encoder_digest: bytes | None = None) -> None:
         if extra_ids is not None and len(extra_ids) != len(tokens):
             raise RequestError(f"{len(extra_ids)} extra_ids for {len(tokens)} tokens; pass one for each token")
         self.tokens = tokens
@@ -321,9 +322,10 @@ class BlockKey:
         self.cache_salt = cache_salt
         self.extra_ids = extra_ids
         self.multimodal = multimodal
+        self.encoder_digest = encoder_digest
 
     def _fields(self) -> tuple[object, ...]:
-        return (self.tokens, self.lora_id, self.cache_salt, self.extra_ids, self.multimodal)
+        return (self.tokens, self.lora_id, self.cache_salt, self.extra_ids, self.multimodal, self.encoder_digest)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BlockKey) and self._fields() == other._fields()
@@ -335,9 +337,9 @@ class BlockKey:
         return f"BlockKey{self._fields()}"
 
     def num_matching_tokens(self, other: BlockKey) -> int:
-        """Equal leading tokens; 0 unless adapter, salt, multimodal keys and use of extra ids are all equal."""
+        """Equal leading tokens; 0 unless adapter, salt, multimodal keys, encoder's input and use of extra ids are all equal."""
         if (self.lora_id != other.lora_id or self.cache_salt != other.cache_salt or self.multimodal != other.multimodal
-                or (self.extra_ids is None) != (other.extra_ids is None)):
+                or self.encoder_digest != other.encoder_digest or (self.extra_ids is None) != (other.extra_ids is None)):
             return 0
         matching = 0
         for position in range(min(len(self.tokens), len(other.tokens))):
@@ -355,7 +357,7 @@ class BlockKey:
         if not 0 <= num_tokens <= len(self.tokens):
             raise RequestError(f"num_tokens={num_tokens}: must be between 0 and {len(self.tokens)}")
         extra = None if self.extra_ids is None else self.extra_ids[:num_tokens]
-        return BlockKey(self.tokens[:num_tokens], self.lora_id, self.cache_salt, extra, ())
+        return BlockKey(self.tokens[:num_tokens], self.lora_id, self.cache_salt, extra, (), self.encoder_digest)
 
     def hash64(self, parent: int = 0) -> int:
         """64-bit hash chained to ``parent`` (0 at the start of a prompt). The salt enters once, at the head of the chain."""

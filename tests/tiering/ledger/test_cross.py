@@ -8,7 +8,7 @@ import pytest
 from group_run import GroupRun, cross, full, recurrent, window
 
 from kvtier.errors import RequestError
-from kvtier.tiering.ledger import capacity
+from kvtier.tiering.ledger import capacity, scheduling
 from kvtier.tiering.ledger.key import Namespace
 
 SOUND = hashlib.sha256(b"a sound").digest()
@@ -127,3 +127,13 @@ def test_an_encoder_is_given_exactly_where_the_layout_has_cross_attention() -> N
     for digest, length in ((b"short", 3), (SOUND, 0)):
         with pytest.raises(RequestError, match="encoder_digest"):
             run.request(range(6), encoder_length=length, encoder_digest=digest)
+
+
+def test_nobody_waits_for_a_block_that_is_computed_behind_another_input() -> None:
+    """Decoders often begin every prompt with the same tokens: were these alone compared, everybody would wait for one request."""
+    run = GroupRun(full(24), cross(8))
+    computing = run.request(range(9), encoder_length=9, encoder_digest=SOUND)
+    contributed = {capacity.match(run.ledger, computing).first_new_key}
+    assert scheduling.beneficial_to_skip(run.ledger, run.request(range(9), encoder_length=9, encoder_digest=SOUND), contributed)
+    assert not scheduling.beneficial_to_skip(run.ledger, run.request(range(9), encoder_length=9, encoder_digest=OTHER), contributed)
+    run.finish()

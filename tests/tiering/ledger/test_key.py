@@ -50,6 +50,7 @@ def test_equal_keys_are_equal_and_hash_alike() -> None:
 @pytest.mark.parametrize("change", [
     {"tokens": (1, 3)}, {"tokens": (1,), "extra_ids": (7,)}, {"lora_id": 43}, {"lora_id": None}, {"cache_salt": "b"}, {"cache_salt": None},
     {"extra_ids": (7, 9)}, {"extra_ids": None}, {"multimodal": ((OTHER_IMAGE, 0),)}, {"multimodal": ((IMAGE, 1),)}, {"multimodal": ()},
+    {"encoder_digest": IMAGE},
 ])
 def test_each_field_alone_breaks_equality(change: dict[str, Any]) -> None:
     assert full_key(**change) != full_key()
@@ -62,15 +63,16 @@ def test_matching_tokens_are_counted_up_to_the_first_difference() -> None:
     assert BlockKey((0, 0), extra_ids=(1, 1)).num_matching_tokens(BlockKey((0, 0), extra_ids=(1, 2))) == 1
 
 
-@pytest.mark.parametrize("change", [{"lora_id": 1}, {"cache_salt": "b"}, {"extra_ids": None}, {"multimodal": ()}])
+@pytest.mark.parametrize("change", [{"lora_id": 1}, {"cache_salt": "b"}, {"extra_ids": None}, {"multimodal": ()},
+                                    {"encoder_digest": IMAGE}])
 def test_no_token_matches_where_anything_but_the_tokens_differs(change: dict[str, Any]) -> None:
     assert full_key().num_matching_tokens(full_key(**change)) == 0
     assert full_key().num_matching_tokens(full_key()) == 2
 
 
 def test_a_shortened_key_keeps_everything_but_the_tokens() -> None:
-    key = BlockKey((1, 2, 3), lora_id=42, cache_salt="a", extra_ids=(4, 5, 6)).shorten(2)
-    assert key == BlockKey((1, 2), lora_id=42, cache_salt="a", extra_ids=(4, 5))
+    key = BlockKey((1, 2, 3), lora_id=42, cache_salt="a", extra_ids=(4, 5, 6), encoder_digest=IMAGE).shorten(2)
+    assert key == BlockKey((1, 2), lora_id=42, cache_salt="a", extra_ids=(4, 5), encoder_digest=IMAGE)
 
 
 def test_a_multimodal_key_cannot_be_shortened() -> None:
