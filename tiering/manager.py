@@ -250,11 +250,12 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
             return block_access.view(ledger, ledger.block(block_id, group), group)
 
     def block_hashes(self, request_id: int) -> list[bytes]:
-        """SHA-256 chain keys (32 bytes) of the sequence's full blocks, as events name them."""
+        """SHA-256 chain keys (32 bytes) of the sequence's full blocks, as events name them; with several beams, of the prompt's."""
         with self.locked() as ledger:
             sequence = ledger.sequence(request_id)
             keys, parent, hashes = sequence.keys, sequence.namespace.chain_seed, []
-            for number in range(sequence.num_tokens // keys.tokens_per_block):
+            num_tokens = sequence.num_tokens if sequence.beam_width == 1 else sequence.num_prompt_tokens  # behind it each has its own
+            for number in range(num_tokens // keys.tokens_per_block):
                 parent = next_chain_key(parent, keys.block_key(number, keys.tokens_per_block))
                 hashes.append(parent)
             return hashes

@@ -169,6 +169,18 @@ def test_beams_read_what_their_parents_wrote(make_groups: MakeGroups, name: str,
     assert is_everything_free(cache)
 
 
+def test_block_hashes_of_beams_are_those_of_the_prompt_they_share(make_groups: MakeGroups) -> None:
+    cache, engine = make_groups("window and full", 40, nvme=0, max_beam_width=2)
+    engine.admit(engine.request(1, tokens_of(1, 7), beam_width=2))
+    hashes = cache.block_hashes(1)
+    assert len(hashes) == 1
+    engine.forward([1])
+    for token in range(10, 19):
+        cache.append_tokens(1, [token, token + 100])
+        cache.reorder_beams(1, [1, 0])
+    assert cache.block_hashes(1) == hashes, "no beam's text is the one that was appended first each time"
+
+
 def test_the_ids_of_blocks_that_have_left_the_window_follow_their_beam(make_groups: MakeGroups) -> None:
     cache, engine = make_groups("window and full", 40, nvme=0, max_beam_width=2)
     engine.admit(engine.request(1, tokens_of(1, 8), beam_width=2))
