@@ -215,14 +215,13 @@ class BlockAllocator(FileLevel):
             assert references == 0
             block.ref_count = 0
             index = block.index
-            node = block.node
-            if node is not held_by:
+            if block.node is not held_by:
                 if held_by is not None:
                     held_by.held[self.group] -= held
-                held_by = node
+                held_by = block.node
                 held = 0
             held += 1
-            if node is None or block.extra is not None or level_of(index) != PRIMARY or (anything_busy and index in self.busy):
+            if held_by is None or block.extra is not None or level_of(index) != PRIMARY or (anything_busy and index in self.busy):
                 if count > 0:
                     queues.appended(last, open_queue, count)
                     count = 0
