@@ -105,11 +105,3 @@ class GroupGeometry:
     def keeps_state(self, position: int, num_tokens: int) -> bool:
         """Whether a recurrent group keeps the state at the end of this block of a prompt: a snapshot, or its last full block."""
         return (position + 1) % self.snapshot_blocks == 0 or position == num_tokens // self.tokens_per_block - 1
-
-
-def blocks_per_sequence(num_tokens: int, sinks: int, window: int, tokens_per_block: int) -> int:
-    """Blocks that one beam of ``num_tokens`` tokens needs: no more than its window with the sinks' bubble, and one for the block that
-    the window is just leaving. Source: TensorRT-LLM's requirement for sliding windows."""
-    bubble = -sinks % tokens_per_block
-    blocks = (min(num_tokens, window) + bubble + tokens_per_block - 1) // tokens_per_block
-    return blocks + 1 if num_tokens > window else blocks

@@ -7,9 +7,10 @@ from group_run import GroupRun, window
 
 from kvtier.errors import CapacityError
 from kvtier.pools.pool_index import PRIMARY
+from kvtier.pools.sequence_blocks import blocks_per_sequence
 from kvtier.tiering.ledger import capacity
 from kvtier.tiering.ledger.events import Created, Stored
-from kvtier.tiering.ledger.group import WINDOW, GroupSpec, blocks_per_sequence
+from kvtier.tiering.ledger.group import WINDOW, GroupSpec
 from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.request import Request
