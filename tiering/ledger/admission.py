@@ -201,7 +201,9 @@ class BatchPlanner:
         return found
 
     def _may_copy(self, blocks: list[Block]) -> bool:
-        for block, allocator in zip(blocks, self.state.allocators, strict=True):
+        for group in range(len(blocks)):
+            block = blocks[group]
+            allocator = self.state.allocators[group]
             if block.id < 0:
                 continue
             level = level_of(block.index)
@@ -264,6 +266,8 @@ def num_new_blocks(state: LedgerState, request: Request, group: int, num_matched
 
 def has_private_tail(state: LedgerState, request: Request, group: int) -> bool:
     """Whether the prompt's last block is unfilled, so that several beams cannot share it."""
+    if request.beam_width == 1:
+        return False
     geometry = state.geometries[group]
     tail = request.num_tokens + (geometry.bubble if request.num_tokens >= geometry.sinks else 0)  # as sinks alone fill their block
-    return request.beam_width > 1 and geometry.kind != CROSS and tail % state.tokens_per_block != 0
+    return geometry.kind != CROSS and tail % state.tokens_per_block != 0

@@ -67,6 +67,7 @@ class BlockAllocator(FileLevel):
             elif head.kind >= NUM_PRIORITIES or self._may_go_down(head.kind) or not self._drop_run(taken, head, wanted):
                 taken.append(self._vacate_front())
         for block in taken:
+            block.queue = NOT_QUEUED
             block.generation += 1
             block.priority = priority
             block.ref_count = 1
@@ -114,22 +115,21 @@ class BlockAllocator(FileLevel):
         node = block.node
         if node is None or block.extra is not None:
             return False
-        first = block.position
-        end = first + 1
+        end = block.position + 1
+        first = end - 1
+        least = max(end - wanted, 0)
         last = block
-        count = 0
-        while True:
-            last.queue = NOT_QUEUED
-            taken.append(last)
-            count += 1
-            following = last.next
-            if count == wanted or following is head:
-                break
-            colder = cast(Block, following)
-            if colder.node is not node or colder.position != first - 1 or colder.extra is not None:
+        values = node.values[self.group]
+        while first > least:
+            warmer = values[first - 1]
+            if warmer is None or last.next is not warmer or warmer.extra is not None:
                 break
             first -= 1
-            last = colder
+            last = warmer
+        count = end - first
+        dropped = cast(list[Block], values[first:end])
+        dropped.reverse()
+        taken.extend(dropped)  # marked as in no queue with the others
         self.queues.unlink(block, last, head.queue, count)
         self._drop_span(node, first, end)
         self.counters.alloc_total += count
@@ -205,8 +205,7 @@ class BlockAllocator(FileLevel):
         count = 0
         held_by: Node | None = None
         held = 0                   # of that node's handles, and no more by anybody
-        for position in range(len(blocks) - 1, -1, -1):
-            block = blocks[position]
+        for block in reversed(blocks):
             references = block.ref_count - 1
             if references > 0:
                 block.ref_count = references
@@ -216,14 +215,13 @@ class BlockAllocator(FileLevel):
             assert references == 0
             block.ref_count = 0
             index = block.index
-            node = block.node
-            if node is not held_by:
+            if block.node is not held_by:
                 if held_by is not None:
                     held_by.held[self.group] -= held
-                held_by = node
+                held_by = block.node
                 held = 0
             held += 1
-            if node is None or block.extra is not None or level_of(index) != PRIMARY or (anything_busy and index in self.busy):
+            if held_by is None or block.extra is not None or level_of(index) != PRIMARY or (anything_busy and index in self.busy):
                 if count > 0:
                     queues.appended(last, open_queue, count)
                     count = 0

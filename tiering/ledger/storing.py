@@ -51,8 +51,8 @@ class StoredRuns:
         if self._count == 0:
             self._priority = blocks[start].priority
         if not self._is_mixed:
-            for position in range(start, start + count):
-                if blocks[position].priority != self._priority:
+            for block in blocks[start:start + count]:
+                if block.priority != self._priority:
                     self._is_mixed = True
                     self._priorities = [self._priority] * self._count
                     break

@@ -189,28 +189,22 @@ class ReuseTree:
         block.num_tokens = num_tokens
 
     def attach_span(self, node: Node, first: int, group: int, blocks: list[Block], start: int, count: int) -> None:
-        """Put the full blocks ``blocks[start:start + count]``, which are in no place, into the empty places from ``first`` on."""
+        """Put the full blocks ``blocks[start:start + count]`` into the empty places from ``first`` on. They are in no place, somebody
+        references each of them, and all are on the primary level: a sequence's own."""
         values = node.values[group]
         num_tokens = self.tokens_per_block
         span = blocks[start:start + count]
         assert len(span) == count
         values[first:first + count] = span
         position = first
-        held = 0
-        lower = 0
         for block in span:
             assert block.node is None
-            if block.ref_count > 0:
-                held += 1
-            if level_of(block.index) != PRIMARY:
-                lower += 1
             block.node = node
             block.position = position
             block.num_tokens = num_tokens
             position += 1
         node.present[group] += count
-        node.held[group] += held
-        node.lower[group] += lower
+        node.held[group] += count
 
     def detach(self, block: Block, group: int) -> None:
         """Take a handle out of its place and prune what is empty because of it."""
@@ -232,24 +226,16 @@ class ReuseTree:
             self.prune(node)
 
     def detach_span(self, node: Node, group: int, first: int, end: int) -> None:
-        """Take the handles out of the places [first, end) of a run, all of which hold one."""
+        """Take the handles out of the places [first, end) of a run: each place has one, nobody references them, and all are on the
+        primary level, as those are that are given up together."""
         values = node.values[group]
-        held = 0
-        lower = 0
-        for position in range(first, end):
-            block = values[position]
+        for block in values[first:end]:
             assert block is not None
-            if block.ref_count > 0:
-                held += 1
-            if level_of(block.index) != PRIMARY:
-                lower += 1
-            values[position] = None
             block.node = None
             block.position = 0
             block.num_tokens = 0
+        values[first:end] = [None] * (end - first)
         node.present[group] -= end - first
-        node.held[group] -= held
-        node.lower[group] -= lower
         if end == node.length and not node.children:
             self.prune(node)
 
