@@ -104,6 +104,10 @@ class RetentionConfig:
             if token_range.start < previous_end:
                 raise RequestError(f"{name}: overlaps the range that ends at {previous_end}; ranges must not overlap")
             previous_end = token_range.end
+        if not isinstance(self.transfer_mode, TransferMode):
+            raise RequestError(f"transfer_mode={self.transfer_mode!r}: pass a TransferMode")
+        if self.directory is not None and not isinstance(self.directory, str):
+            raise RequestError(f"directory={self.directory!r}: pass the path as text, or None")
         if self.transfer_mode is TransferMode.POSIX_DEBUG_FALLBACK and not self.directory:
             raise RequestError("transfer_mode=POSIX_DEBUG_FALLBACK needs directory=..., a folder for one file per block")
 

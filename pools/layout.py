@@ -87,9 +87,9 @@ class KVLayout:
 
     def place_of_layer(self, layer: int) -> tuple[LayerGroup, int]:
         """The group of a model layer and the layer's position inside that group's blocks."""
-        place = self._places.get(layer)
+        place = self._places.get(layer) if isinstance(layer, int) and not isinstance(layer, bool) else None
         if place is None:
-            raise ConfigError(f"layer={layer}: the layout has layers 0..{len(self.layers) - 1}")
+            raise ConfigError(f"layer={layer!r}: the layout has layers 0..{len(self.layers) - 1}")
         return place
 
     @property

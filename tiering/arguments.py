@@ -7,6 +7,7 @@ from typing import Final
 
 from kvtier.errors import RequestError
 from kvtier.tiering.ledger.request import Request
+from kvtier.types import Level
 
 LONGEST: Final = 1e8  # seconds; about three years, within what the platform's clocks can count to
 
@@ -27,6 +28,18 @@ def positive_number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
         raise RequestError(f"{name}={value!r}: must be a positive number")
     return float(value)
+
+
+def truth(name: str, value: object) -> None:
+    """Raise RequestError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise RequestError(f"{name}={value!r}: pass True or False")
+
+
+def level(value: object) -> None:
+    """Raise RequestError unless ``value`` is a :class:`Level` or its number."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(Level):
+        raise RequestError(f"level={value!r}: use Level.PRIMARY, Level.SECONDARY or Level.NVME")
 
 
 def sequence_of(name: str, value: object) -> None:

@@ -51,13 +51,14 @@ class Drafting(Readiness):
         ``num_draft_tokens`` of them, and no more than are left of ``max_new_tokens``.
 
         Raises:
-            RequestError: lists that describe no tree, drafts pending already, several beams, recurrent layers, or places beyond
-                ``max_seq_len``.
+            RequestError: lists that describe no tree, drafts pending already, several beams, recurrent layers, places beyond
+                ``max_seq_len``, or a sequence in a running step.
             CapacityError: too few primary blocks; names whom to pre-empt. Nothing has changed.
         """
         arguments.sequence_of("parents", parents)
         drafted = array("i", token_bytes(tokens)).tolist()
         with self.locked() as ledger:
+            self._require_no_step(request_id, "propose_drafts")
             end = ledger.sequence(request_id).num_tokens + len(drafted)
             if end > self.config.max_seq_len:
                 raise RequestError(f"request {request_id}: places for {end} tokens with {len(drafted)} drafts; max_seq_len is "
@@ -123,7 +124,7 @@ class Drafting(Readiness):
             ledger.drop_drafts(request_id)
 
     def _require_no_step(self, request_id: int, verb: str) -> None:
-        if request_id in self._stepping:
+        if self._ledger.sequence(request_id).id in self._stepping:
             raise RequestError(f"request {request_id}: {verb} while it takes part in a running step; leave the step first")
 
 

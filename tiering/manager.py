@@ -138,7 +138,7 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
         then gets its blocks; where there are none the sequence is paused, see :meth:`is_paused`.
         """
         with self.locked() as ledger:
-            ledger.mark_computed(request_id, num_tokens, request_id not in self._stepping)
+            ledger.mark_computed(request_id, num_tokens, ledger.sequence(request_id).id not in self._stepping)
 
     def append_tokens(self, request_id: int, tokens: Sequence[int]) -> None:
         """Append sampled tokens, or one for each beam; everything before the newest one counts as computed. Errors: see
@@ -150,7 +150,8 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
 
         Raises:
             RequestError: a token outside int32, a sequence that would pass ``max_seq_len``, not one token for each beam, an id twice,
-                a prompt that is not computed to its end in chunks, pending drafts, a bad read that :meth:`wait_ready` has not reported yet.
+                a prompt that is not computed to its end in chunks, pending drafts, a bad read that :meth:`wait_ready` has not reported yet,
+                a sequence in a running step: what leaves a window would be others' while the engine still reads it.
             CapacityError: too few primary blocks; names whom to pre-empt.
         """
         arguments.sequence_of("ids", ids)
@@ -159,6 +160,7 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
         with self.locked() as ledger:
             for request_id, appended in zip(ids, sampled, strict=False):
                 sequence = ledger.sequence(request_id)
+                self._require_no_step(request_id, "append")
                 length = sequence.num_tokens + (len(appended) if sequence.request.beam_width == 1 else 1)
                 if length > self.config.max_seq_len:
                     raise RequestError(f"request {request_id}: {length} tokens; max_seq_len is {self.config.max_seq_len}, raise it or end "
@@ -166,9 +168,13 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
             ledger.append_step(ids, sampled)
 
     def reorder_beams(self, request_id: int, parents: Sequence[int]) -> None:
-        """After a step of beam search: beam ``i`` continues what beam ``parents[i]`` has. Nothing is copied until beams diverge."""
+        """After a step of beam search: beam ``i`` continues what beam ``parents[i]`` has. Nothing is copied until beams diverge.
+
+        RequestError while the sequence takes part in a running step, which may be writing into the beams that end.
+        """
         arguments.sequence_of("parents", parents)
         with self.locked() as ledger:
+            self._require_no_step(request_id, "reorder_beams")
             ledger.reorder_beams(request_id, parents)
 
     def store_context(self, request_id: int) -> None:
@@ -183,6 +189,7 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
         nothing is stored, or when it ends only later. Its blocks are free either way; while it takes part in a running step, when that
         step ends: the engine may still be writing into them.
         """
+        arguments.truth("store", store)
         with self.locked() as ledger:
             ledger.sequence(request_id)
             if request_id not in self._stepping:
@@ -200,9 +207,7 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
             CapacityError: the block that is cut is shared and there is none for a copy; nothing has changed.
         """
         with self.locked() as ledger:
-            if request_id in self._stepping:
-                raise RequestError(f"request {request_id}: rewind({num_tokens}) while it takes part in a running step; leave the step "
-                                   "first")
+            self._require_no_step(request_id, f"rewind({num_tokens!r})")
             ledger.rewind(request_id, num_tokens)
 
     def pin(self, request_id: int) -> Lease:
@@ -222,6 +227,9 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
         ``mark_computed``, with chunked prefill over windows for one chunk after the other. It is called with the ledger locked: it must
         answer at once and must not call the manager.
         """
+        if inbound is not None and not callable(getattr(inbound, "num_new_matched_tokens", None)):
+            raise RequestError(f"inbound={inbound!r}: it has no method num_new_matched_tokens(request, num_matched); pass an object that "
+                               "has one, or None")
         with self.locked() as ledger:
             ledger.inbound = inbound
 

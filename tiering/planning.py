@@ -7,6 +7,7 @@ from typing import Any
 
 from kvtier.errors import RequestError
 from kvtier.pools.layout import KVLayout
+from kvtier.tiering import arguments
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.core import TierCore
 from kvtier.tiering.ledger import capacity, scheduling
@@ -32,6 +33,7 @@ class Planning(TierCore):
     def needed_blocks_one_step(self, request: int | Request, two_steps: bool = False, group: int = 0) -> int:
         """Primary blocks of a group that the next step (or two) of a request, or of the active sequence with this id, may take."""
         self._check_group(group)
+        arguments.truth("two_steps", two_steps)
         with self.locked() as ledger:
             target = request if isinstance(request, Request) else ledger.sequence(request)
             return capacity.needed_blocks_one_step(ledger, target, two_steps, group)
@@ -57,8 +59,7 @@ class Planning(TierCore):
     def num_free_blocks(self, level: Level, group: int = 0) -> int:
         """Unreferenced blocks of a level, cached content and backings included."""
         self._check_group(group)
-        if level not in tuple(Level):
-            raise RequestError(f"level={level!r}: use Level.PRIMARY, Level.SECONDARY or Level.NVME")
+        arguments.level(level)
         with self.locked() as ledger:
             return ledger.allocators[group].queues.num_free(level)
 

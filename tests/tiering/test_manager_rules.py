@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from toy_engine import PROMPT, MakeCache, ToyEngine, flip_stored_bit
 
@@ -11,7 +13,10 @@ from kvtier import (
     CapacityError,
     ConfigError,
     CorruptBlock,
+    KVCacheManager,
     KVLayout,
+    KVTierError,
+    LayerSpec,
     Level,
     Request,
     RequestError,
@@ -249,4 +254,50 @@ def test_ready_means_that_a_step_takes_the_sequence(make_cache: MakeCache) -> No
     with cache.step(None, [13]) as ready:
         assert ready == [13]
     assert cache.is_ready(13)
+    cache.verify()
+
+
+# -- what a running step forbids, and arguments of other types ---------------------------------------------------------------
+
+
+def test_what_gives_blocks_back_or_copies_them_is_refused_in_a_running_step(make_cache: MakeCache) -> None:
+    layout = KVLayout([LayerSpec.attention(1, 8, window=8)], "float32", 4)
+    cache = make_cache(16, 0, layout=layout, max_beam_width=2)
+    cache.add_sequences([Request(1, PROMPT[:12]), Request(2, PROMPT[:9], beam_width=2), Request(3, PROMPT[:3])])
+    cache.mark_computed(1, 12)
+    cache.mark_computed(2, 9)
+    cache.append_tokens(2, [1, 2])
+    calls = [lambda: cache.append_tokens(1, [1]), lambda: cache.append_step([3, 1], [[1], [1]]), lambda: cache.reorder_beams(2, [0, 0]),
+             lambda: cache.propose_drafts(1, [1], [-1])]
+    with cache.step(None, [1, 2]):
+        before = [cache.block_ids(1), cache.block_ids(2, 0), cache.block_ids(2, 1), cache.block_ids(3)], cache.stats()
+        for call in calls:
+            with pytest.raises(RequestError, match="running step; leave the step first"):
+                call()
+        assert before == ([cache.block_ids(1), cache.block_ids(2, 0), cache.block_ids(2, 1), cache.block_ids(3)], cache.stats())
+        cache.append_tokens(3, [1])  # takes no part in it
+    for call in calls:
+        call()
+    cache.verify()
+
+
+@pytest.mark.parametrize("call", [
+    lambda cache: cache.mark_computed([], 1), lambda cache: cache.rewind([], 1), lambda cache: cache.drop_drafts({}),
+    lambda cache: cache.accept_drafts([], [0]), lambda cache: cache.reorder_beams([], [0]), lambda cache: cache.layer_buffer([]),
+    lambda cache: cache.layer_buffer(True), lambda cache: cache.layer_buffer(0.0), lambda cache: cache.wait_ready(1, layer=[]),
+    lambda cache: cache.remove_sequence(1, "no"), lambda cache: cache.remove_sequence(1, np.array([1, 2])),
+    lambda cache: cache.needed_blocks_one_step(1, np.array([1, 2])), lambda cache: cache.num_free_blocks(True),
+    lambda cache: cache.num_free_blocks(1.0), lambda cache: cache.num_free_blocks(np.array([1, 2])), lambda cache: cache.set_inbound(5),
+    lambda cache: Request(5, [1], skip_read="no"), lambda cache: Request(5, [1], skip_write=np.array([1, 2])),
+    lambda cache: Request(5, [1], multimodal=np.array([1, 2])), lambda cache: RetentionConfig(transfer_mode="dram"),
+    lambda cache: RetentionConfig(directory=5),
+])
+def test_arguments_of_another_type_are_refused_and_change_nothing(make_cache: MakeCache, call: Callable[[KVCacheManager], object]) -> None:
+    cache = make_cache(8, 0)
+    cache.add_sequence(Request(1, PROMPT[:8]))
+    before = cache.stats()
+    with pytest.raises(KVTierError):
+        call(cache)
+    assert cache.stats() == before
+    cache.add_sequence(Request(2, PROMPT[:8]))
     cache.verify()

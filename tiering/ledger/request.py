@@ -131,7 +131,7 @@ class Request:
             _check_digest(id, "extra_ids_digest", extra_ids_digest, "extra_ids", extra_ids)
         if encoder_digest is not None:
             _check_digest(id, "encoder_digest", encoder_digest, "encoder_length", encoder_length or None)
-        if multimodal != ():
+        if type(multimodal) is not tuple or multimodal:
             self.multimodal = _checked_items(id, multimodal, self.num_tokens)
         if retention is not None and not isinstance(retention, RetentionConfig):
             raise RequestError(f"request {id}: retention={retention!r}; pass a RetentionConfig, or None")
@@ -143,6 +143,8 @@ class Request:
         self.max_new_tokens = max_new_tokens
         self.num_draft_tokens = num_draft_tokens
         self.encoder_length = encoder_length
+        if type(skip_read) is not bool or type(skip_write) is not bool:
+            raise RequestError(f"request {id}: skip_read={skip_read!r}, skip_write={skip_write!r}; pass True or False")
         self.skip_read = skip_read
         self.skip_write = skip_write
         self.lora_digest = lora_digest
