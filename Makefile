@@ -10,7 +10,7 @@ READY := $(VENV)/.installed
 COMPILED := build/compiled
 PURE_TESTS := $(wildcard tests/policies tests/tiering/ledger tests/cases)
 
-.PHONY: venv demo test types lint compiled test-compiled bench-ledger test-gpu wheel clean
+.PHONY: venv demo test types lint compiled test-compiled bench-ledger fuzz-ledger test-gpu wheel clean
 
 venv: $(READY)
 

@@ -88,7 +88,11 @@ class LayerSpec:
 
     @classmethod
     def recurrent(cls, state_bytes: int, snapshot_interval: int) -> LayerSpec:
-        """A recurrent layer: ``state_bytes`` of state, kept every ``snapshot_interval`` tokens (a multiple of the block size)."""
+        """A recurrent layer: ``state_bytes`` of state, kept every ``snapshot_interval`` tokens (a multiple of the block size).
+
+        The engine keeps the running state in the block of a sequence's last position, and while it computes a prompt it writes the
+        state after the last token of each block position that has a block of its own (``block_ids`` >= 0) into that block.
+        """
         require_count("state_bytes", state_bytes)
         require_count("snapshot_interval", snapshot_interval)
         return cls("recurrent", state_bytes=state_bytes, snapshot_interval=snapshot_interval, dtype="uint8")
