@@ -170,6 +170,9 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
     def reorder_beams(self, request_id: int, parents: Sequence[int]) -> None:
         """After a step of beam search: beam ``i`` continues what beam ``parents[i]`` has. Nothing is copied until beams diverge.
 
+        Call it between a step and the append that follows. Behind an append, two beams that continue one share the block of a newest token
+        that is not computed yet, and in recurrent groups each of them would move the one state on.
+
         RequestError while the sequence takes part in a running step, which may be writing into the beams that end.
         """
         arguments.sequence_of("parents", parents)
