@@ -175,10 +175,10 @@ def limit_lines(rows: Sequence[ResultRow]) -> list[str]:
 
 
 def describe_machine(directory: Path | None = None, root: Path = Path("/")) -> dict[str, object]:
-    """What the figures depend on: CPU, memory, kernel, GPU, and the mount of ``directory``. ``root`` is for tests."""
+    """What the figures depend on: CPU, memory, kernel (its number), GPU, and the mount of ``directory``. ``root`` is for tests."""
     machine: dict[str, object] = {
         "cpu": _cpu_model(root), "cores": usable_cpus(), "last_level_cache_bytes": last_level_cache_bytes(root),
-        "memory_bytes": host_memory().total_bytes, "kernel": f"{platform.system()} {platform.release()}",
+        "memory_bytes": host_memory().total_bytes, "kernel": f"{platform.system()} {platform.release().split('-')[0]}",
         "python": platform.python_version(), "gpu": _gpu_model(root)}
     if directory is not None:
         kind, mount = mount_of(directory)

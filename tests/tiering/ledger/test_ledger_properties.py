@@ -372,4 +372,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=10 * settings().max_examples, stateful_step_count=60)
+TestLedger.settings = settings(max_examples=4 * settings().max_examples, stateful_step_count=60)
