@@ -23,6 +23,7 @@ from kvtier.io.direct_file import Buffer
 from kvtier.io.faults import Faults
 from kvtier.io.manifest import ManifestRow, Place, QuarantineRow, collector_paused
 from kvtier.io.slab import SlabFile
+from kvtier.io.store_directory import deleted
 from kvtier.io.store_messages import BlockWrite, NvmeStats, StoredBlock
 from kvtier.io.store_open import OpenedStore, open_store
 from kvtier.io.write_pause import WritePause
@@ -73,7 +74,7 @@ class NvmeStore:
             directory: for this store alone; folder mode 0700, files 0600.
             namespace: JSON object as text: what the keys presuppose (model, dtype, layout, ranks, ...). Kept in clear.
             geometries: one per group, in order.
-            faults: injected failures, for tests.
+            faults: injected failures.
             free_space_reserve: bytes that preallocation must leave free on the filesystem; default 1 % of it, 1 GiB at most.
             sync: make each commit, and the blocks before it, survive a loss of power. Without it a loss of power may cost
                 the latest blocks and send some of the latest slots to the quarantine; a crash of the process costs neither.
@@ -84,6 +85,7 @@ class NvmeStore:
                 too little room; a slab is shorter than it was.
         """
         opened = open_store(directory, namespace, geometries, faults=faults, free_space_reserve=free_space_reserve, sync=sync)
+        opened.manifest.faults = faults
         return cls(opened, sync, clock)
 
     def read_block(self, group: int, slot: int, key: bytes, out: Buffer) -> None:
@@ -285,8 +287,10 @@ class NvmeStore:
         pending = [position for position in batch if errors[position] is None]
         if not pending:
             return
-        step = "delete the old rows"
+        step = "write"
         try:
+            self._require_files()
+            step = "delete the old rows"
             self._save_quarantine()
             self._manifest.delete((items[position].group, items[position].slot) for position in pending)
             step = "write"
@@ -309,6 +313,17 @@ class NvmeStore:
         self._count(written_blocks=len(rows), written_bytes=sum(row.length for row in rows))
         if whole:
             self._pause.succeeded()
+
+    def _require_files(self) -> None:
+        """A deleted file still takes bytes, and they are gone at the next start: that must not look like storing.
+
+        Raises:
+            OSError: somebody deleted a slab or the whole directory.
+        """
+        self._home.require_present()
+        for slab in self._slabs:
+            if slab.file.is_deleted():
+                raise deleted(slab.file.path)
 
     def _write_data(self, items: Sequence[BlockWrite], positions: Sequence[int], errors: list[Exception | None]) -> list[ManifestRow]:
         """Write the blocks until one fails; that one and the rest get errors. Returns the rows of what is complete."""

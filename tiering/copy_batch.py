@@ -9,14 +9,15 @@ from kvtier.errors import TransferError
 from kvtier.io.copiers import Copier
 from kvtier.io.faults import FaultOperation
 from kvtier.io.streams import Event, Stream
-from kvtier.pools.pool_index import PoolIndex, slot_of
+from kvtier.pools.pool_index import PoolIndex, level_of, slot_of
 from kvtier.tiering.transfer_graph import NodeState, TransferNode
+from kvtier.types import Level
 
 
 class FaultPoint(Protocol):
     """What is used of ``kvtier.io.faults.Faults`` here."""
 
-    def before(self, operation: FaultOperation) -> None:
+    def before(self, operation: FaultOperation, level: Level | None = None) -> None:
         """Sleep or raise ``OSError``, as the rules say."""
 
 
@@ -79,7 +80,7 @@ class CopyBatch:
         if self._faults is None:
             return None
         try:
-            self._faults.before(FaultOperation.COPY)
+            self._faults.before(FaultOperation.COPY, Level(level_of(PoolIndex(node.destination))))
         except OSError as error:
             failure = TransferError(f"{node.move}: the copy failed: {error}")
             failure.__cause__ = error

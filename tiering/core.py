@@ -92,6 +92,9 @@ class TierCore:
             self.transfers = TransferManager(self._device, self.pools, self.store, faults=config.faults,
                                              read_threads=config.read_threads)
             undo.pop_all()
+        if config.faults is not None:
+            logger.warning("faults are injected into this cache (%s): %s. For trials only: blocks are really lost and files really deleted",
+                           config.sources["faults"], config.faults)
         self._statistics = StatisticsRecorder(self._ledger, self._ledger.allocators)
         self._totals = self._statistics.totals
 
@@ -144,7 +147,8 @@ class TierCore:
     def stats(self) -> Stats:
         """Everything counted since the start, and what the levels hold now."""
         with self.locked():
-            return self._statistics.stats(self._events.dropped, self._prefill_rate)
+            faults = self.config.faults.counts() if self.config.faults is not None else {}
+            return self._statistics.stats(self._events.dropped, self._prefill_rate, faults)
 
     def iteration_stats(self) -> IterationStats:
         """What was counted between the last two calls of :meth:`refresh`, and the levels at the second one."""
@@ -208,7 +212,9 @@ class TierCore:
         if is_quiet:
             self._close_pools()
             self._everything_let_go = store_is_closed
-        else:
+        elif self.config.faults is not None:
+            self.config.faults.end_hangs()
+        if not is_quiet:
             logger.warning("close: a transfer still ran after %s s; the pools' memory stays allocated because it may be in use", timeout)
 
     def __enter__(self) -> Self:
