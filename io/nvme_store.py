@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
 import numpy as np
 
 from kvtier.errors import CorruptBlock, TransferError
 from kvtier.io.direct_file import Buffer
 from kvtier.io.faults import Faults
+from kvtier.io.incident import Incident
 from kvtier.io.manifest import ManifestRow, Place, QuarantineRow, collector_paused
 from kvtier.io.slab import SlabFile
 from kvtier.io.store_directory import deleted
@@ -32,6 +34,8 @@ from kvtier.pools.nvme_geometry import NvmeGeometry
 __all__ = ["BlockWrite", "NvmeStats", "NvmeStore", "StoredBlock"]
 
 _log = logging.getLogger(__name__)
+_RELEASE_SECONDS: Final = 1.0
+"""The least time that closing gives to the last commit, however little is left of the caller's."""
 
 
 class NvmeStore:
@@ -51,8 +55,10 @@ class NvmeStore:
         self._pause = WritePause(str(opened.home.path), clock)
         if opened.manifest.write_error is not None:
             self._pause.failed(f"The store was opened for reading: {opened.manifest.write_error}")
+        self._bad_blocks = Incident(_log)
         self._write_lock = threading.Lock()
         self._close_lock = threading.Lock()
+        self._releasing: threading.Thread | None = None
         self._released = False
         self._gate = threading.Condition()  # guards everything below
         self._active = 0
@@ -172,7 +178,7 @@ class NvmeStore:
                 return
             self._unsaved_quarantine[group, slot] = QuarantineRow(group, slot, row.key, reason, self._clock())
             self._hits.pop((group, slot), None)
-        _log.warning("%s: group %d, slot %d is quarantined: %s", self._home.path, group, slot, reason)
+        self._bad_blocks.warn("%s: group %d, slot %d is quarantined: %s", self._home.path, group, slot, reason)
         try:
             self._save_quarantine()
         except TransferError as error:
@@ -249,8 +255,8 @@ class NvmeStore:
         """Let running calls finish, save hit counts, close all files, give up the lock. New calls fail at once. Idempotent.
 
         Returns:
-            False when a call was still running after ``timeout`` seconds: files and lock then stay as they are (closing a
-            descriptor under a running read would be worse), and ``close`` can be called again.
+            False when a call was still running after ``timeout`` seconds, or the last commit hangs: files and lock then stay as they
+            are (closing a descriptor under a running read would be worse), and ``close`` can be called again.
         """
         deadline = time.monotonic() + max(timeout, 0.0)
         with self._gate:
@@ -259,20 +265,27 @@ class NvmeStore:
                 _log.warning("%s: %d calls still run after %.1f s; the store stays open", self._home.path, self._active, timeout)
                 return False
         with self._close_lock:
-            if self._released:
-                return True
-            try:
-                self._save_quarantine()
-                self._manifest.put([], self._take_hits())
-            except TransferError as error:
-                _log.warning("%s: hit counts or quarantine could not be saved at close: %s", self._home.path, error)
-            if not self._manifest.close(deadline - time.monotonic()):
-                return False
-            for slab in self._slabs:
-                slab.file.close()
-            self._home.close()
-            self._released = True
-        return True
+            if self._releasing is None or (not self._releasing.is_alive() and not self._released):
+                self._releasing = threading.Thread(target=self._release, args=(deadline,), name="kvtier-close", daemon=True)
+                self._releasing.start()
+            releasing = self._releasing
+        # In a thread of its own, because its last commit may hang like any other.
+        releasing.join(max(deadline - time.monotonic(), _RELEASE_SECONDS))
+        return self._released
+
+    def _release(self, deadline: float) -> None:
+        """Save what is not yet saved, close all files, give up the lock."""
+        try:
+            self._save_quarantine()
+            self._manifest.put([], self._take_hits())
+        except TransferError as error:
+            _log.warning("%s: hit counts or quarantine could not be saved at close: %s", self._home.path, error)
+        if not self._manifest.close(deadline - time.monotonic()):
+            return
+        for slab in self._slabs:
+            slab.file.close()
+        self._home.close()
+        self._released = True
 
     def __enter__(self) -> NvmeStore:
         return self

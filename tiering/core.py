@@ -188,7 +188,9 @@ class TierCore:
         try:
             if self.store is not None:
                 # The deletions just issued may still be on their way; what clear() forgets does not depend on them.
-                self.transfers.idle(max(deadline - time.monotonic(), 0.0))
+                if not self.transfers.idle(max(deadline - time.monotonic(), 0.0)):
+                    raise TransferError(f"reset: the deletions on NVMe did not end within {timeout} s; what is there may be found again "
+                                        "after a restart, repeat the reset before")
                 self.store.clear()
         finally:
             self._is_clearing = False
@@ -212,10 +214,10 @@ class TierCore:
         if is_quiet:
             self._close_pools()
             self._everything_let_go = store_is_closed
-        elif self.config.faults is not None:
-            self.config.faults.end_hangs()
-        if not is_quiet:
+        else:
             logger.warning("close: a transfer still ran after %s s; the pools' memory stays allocated because it may be in use", timeout)
+        if self.config.faults is not None and not self._everything_let_go:
+            self.config.faults.end_hangs()
 
     def __enter__(self) -> Self:
         return self
@@ -282,7 +284,7 @@ class TierCore:
 
     @property
     def _takes_writes(self) -> bool:
-        return self.store is not None and not self._is_clearing and self.store.accepts_writes
+        return self.store is not None and not self._is_clearing and self.store.accepts_writes and not self.transfers.writes_hang
 
     @property
     def _all_issued(self) -> bool:
