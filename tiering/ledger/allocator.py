@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from kvtier.errors import CapacityError
 from kvtier.policies.eviction import EMPTY, NOT_QUEUED, NUM_PRIORITIES, EvictionQueues, ListHead, QueueRecord
-from kvtier.pools.pool_index import NVME, PRIMARY, level_of
+from kvtier.pools.pool_index import LEVEL_BITS, NVME, PRIMARY, level_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.file_level import FileLevel
@@ -217,21 +217,21 @@ class BlockAllocator(FileLevel):
         held: i64 = 0              # of that node's handles, and no more by anybody
         for block in reversed(blocks):
             references = block.ref_count - 1
-            if references > 0:
-                block.ref_count = references
+            if references != 0:
+                if references > 0:
+                    block.ref_count = references
+                else:
+                    assert block.id < 0
                 continue
-            if block.id < 0:
-                continue
-            assert references == 0
             block.ref_count = 0
-            index = block.index
+            index: i64 = block.index
             if block.node is not held_by:
                 if held_by is not None:
                     held_by.held[self.group] -= held
                 held_by = block.node
                 held = 0
             held += 1
-            if held_by is None or block.extra is not None or level_of(index) != PRIMARY or (anything_busy and index in self.busy):
+            if held_by is None or block.extra is not None or index & LEVEL_BITS != PRIMARY or (anything_busy and self.is_busy(block)):
                 if count > 0:
                     queues.appended(last, open_queue, count)
                     count = 0
