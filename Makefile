@@ -10,7 +10,7 @@ READY := $(VENV)/.installed
 COMPILED := build/compiled
 PURE_TESTS := $(wildcard tests/policies tests/tiering/ledger tests/cases)
 
-.PHONY: venv demo test types lint compiled test-compiled bench-ledger fuzz-ledger test-gpu wheel clean
+.PHONY: venv demo test types lint compiled test-compiled bench-ledger fuzz-ledger soak test-gpu wheel clean
 
 venv: $(READY)
 
@@ -58,6 +58,11 @@ bench-ledger: compiled
 STEPS ?= 1000000
 fuzz-ledger: $(READY)
 	LEDGER_FUZZ_STEPS=$(STEPS) $(BIN)/python -m pytest tests/tiering/ledger/test_groups_properties.py --timeout=0 $(ARGS)
+
+# All faults mixed with real traffic, restarts and kills, every byte checked; prints a JSON summary.
+MINUTES ?= 10
+soak: $(READY)
+	$(BIN)/python scripts/soak.py --minutes $(MINUTES) $(ARGS)
 
 # For a machine with a GPU that has torch, triton and cupy already; installs nothing, so it takes the system's Python.
 test-gpu:
