@@ -226,10 +226,7 @@ def remaining_blocks_to_completion(state: LedgerState, request: Request | Active
         return max(total - held_blocks(request, group), 0)
     left = max(total - _exclusive_blocks(request, group), 0)
     geometry = state.geometries[group]
-    num_blocks = len(request.rows[group].blocks)
-    shared = max(geometry.num_full_blocks(asked.num_tokens) - num_blocks, 0)  # of the prompt: one for all beams
-    own = (geometry.num_blocks(end) - num_blocks - shared) * asked.beam_width
-    return min(left, shared + own + num_tail_copies(state, request, group))
+    return min(left, num_chunk_blocks(geometry, request, request.rows[group], end) + num_tail_copies(state, request, group))
 
 
 def most_blocks(state: LedgerState, request: Request, num_tokens: int, group: int) -> int:
