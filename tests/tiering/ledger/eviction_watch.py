@@ -16,11 +16,14 @@ class Picture:
     def __init__(self, blocks: list[Block], group: int, level: int) -> None:
         self.group = group
         self.level = level
-        self.spares = [block for block in blocks if not block.has_content and self.is_free(block)]
+        self.spares = [(block, block.index) for block in blocks if self.is_spare(block)]
         self.cached = [(block, block.priority) for block in blocks if block.node is not None and self.is_free(block)]
 
     def is_free(self, block: Block) -> bool:
         return block.ref_count == 0 and level_of(block.index) == self.level and block.queue != NOT_QUEUED
+
+    def is_spare(self, block: Block) -> bool:
+        return not block.has_content and self.is_free(block)
 
     def check(self, reused_in_place: set[tuple[int, int]]) -> None:
         """After a call that took blocks. ``reused_in_place``: group and id of those taken for their first tokens, whatever their turn."""
@@ -29,7 +32,8 @@ class Picture:
         kept = [priority for block, priority in self.cached if block.node is not None and self.is_free(block)]
         name = f"group {self.group}, level {self.level}"
         if gone:
-            assert not any(not block.has_content and self.is_free(block) for block in self.spares), f"{name}: content went before a spare"
+            left_over = [block for block, index in self.spares if self.is_spare(block) and block.index == index]
+            assert not left_over, f"{name}: content went before a spare"
             assert not kept or max(gone) <= min(kept), f"{name}: content went that is worth more than what stayed"
 
 
