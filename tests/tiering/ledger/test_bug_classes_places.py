@@ -234,6 +234,29 @@ def test_dropping_a_block_leaves_the_blocks_behind_it_stored() -> None:
     run.finish()
 
 
+def test_a_stored_block_that_nobody_references_is_taken_out_of_its_queue_when_it_is_pinned() -> None:
+    """Bugs 12560, 12667: two sequences have computed the same; what is pinned is what the first one stored and let go."""
+    run = HandRun(6)
+    first, second = run.add_all(run.request("a"), run.request("a"))
+    for sequence in (first, second):
+        assert run.compute(sequence)
+    stored = first.blocks[0]
+    run.remove(first)
+    assert stored in run.queued(PRIMARY)
+    lease = run.ledger.store_and_pin(second.id)
+    run.note()
+    assert lease.rows[0][0] is stored
+    assert stored not in run.queued(PRIMARY)
+    run.remove(second, store=False)
+    taken = run.add([1] * 16)
+    assert stored not in taken.blocks
+    run.remove(taken)
+    run.ledger.release_lease(lease)
+    run.note()
+    assert run.free() == 6
+    run.finish()
+
+
 # -- the list of free primary blocks had no primary block in it --------------------------------------------------------
 
 

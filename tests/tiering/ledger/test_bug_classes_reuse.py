@@ -24,7 +24,8 @@ def test_bringing_one_match_up_never_evicts_another_of_the_same_batch() -> None:
     for block in low:
         run.offload(block)
     run.settle()
-    run.serve("e")
+    run.serve("efgh")
+    assert run.queued(PRIMARY)[1:3] == high[::-1], "next to be taken, and the first request takes more than the one empty block"
     first, second = run.add_all(run.request("cd"), run.request("ab"))
     assert first.blocks[:2] == low
     assert second.blocks[:2] == high
