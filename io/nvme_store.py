@@ -8,7 +8,6 @@ its row is corruption, never routine. Every read verifies header and block, and 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,14 +16,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-import numpy as np
-
 from kvtier.errors import CorruptBlock, TransferError
 from kvtier.io.direct_file import Buffer
 from kvtier.io.faults import Faults
 from kvtier.io.incident import Incident
 from kvtier.io.manifest import ManifestRow, Place, QuarantineRow, collector_paused
 from kvtier.io.slab import SlabFile
+from kvtier.io.store_arguments import misfit, objection, runs_of_different_slots
 from kvtier.io.store_directory import deleted
 from kvtier.io.store_messages import BlockWrite, NvmeStats, StoredBlock
 from kvtier.io.store_open import OpenedStore, open_store
@@ -107,10 +105,7 @@ class NvmeStore:
             TransferError: there is no such block, its slot is quarantined, or the read failed or was short. After a failed
                 or short read the caller calls ``quarantine`` too, which does nothing where no block is stored.
         """
-        slab = self._slab_of(group, slot)
-        if not _fits(out, slab.geometry) or not out.flags.writeable:
-            raise TransferError(f"group {group}, slot {slot}: cannot read into {_describe(out)}; it must be contiguous writable uint8 "
-                                f"of {slab.geometry.block_bytes} or {slab.geometry.payload_bytes} bytes")
+        slab = self._readable_into(group, slot, out)
         with self._busy():
             self._require_stored(group, slot, key)
             try:
@@ -126,6 +121,28 @@ class NvmeStore:
             with self._gate:
                 self._hits[group, slot] = self._hits.get((group, slot), 0) + 1
             self._count(read_blocks=1, read_bytes=slab.geometry.block_bytes)
+
+    def why_bad(self, group: int, slot: int, key: bytes, out: Buffer) -> str | None:
+        """Read one block only to verify it; that is no hit.
+
+        Args:
+            group, slot, key, out: as :meth:`read_block`; ``out`` is garbage afterwards.
+
+        Returns:
+            Why the block cannot be served, for ``quarantine``; ``None`` when it is sound or not there any more.
+
+        Raises:
+            TransferError: there is no such slot, ``out`` does not fit, or the store is closed.
+        """
+        slab = self._readable_into(group, slot, out)
+        with self._busy():
+            reason = None
+            if self._is_stored(group, slot, key):
+                try:
+                    slab.read(slot, key, out)
+                except (OSError, TransferError, CorruptBlock) as error:
+                    reason = str(error)
+            return reason if self._is_stored(group, slot, key) else None
 
     def write_blocks(self, items: Sequence[BlockWrite]) -> list[Exception | None]:
         """Store blocks: delete the rows their slots had, write the blocks, add their rows. Two commits for the whole batch.
@@ -143,7 +160,7 @@ class NvmeStore:
         with self._write_lock:
             try:
                 with self._busy():
-                    for batch in _runs_of_different_slots(items):
+                    for batch in runs_of_different_slots(items):
                         self._write_batch(items, batch, errors)
             except _Closed as error:
                 errors = [error] * len(items)
@@ -238,6 +255,11 @@ class NvmeStore:
     def directory(self) -> Path:
         """Where the store lies."""
         return self._home.path
+
+    @property
+    def geometries(self) -> tuple[NvmeGeometry, ...]:
+        """The shape of each group's slab."""
+        return tuple(slab.geometry for slab in self._slabs)
 
     def stats(self) -> NvmeStats:
         """Counters and state."""
@@ -364,15 +386,9 @@ class NvmeStore:
             geometry = self._slab_of(item.group, item.slot).geometry
         except TransferError as error:
             return error
-        if len(item.key) != 32:
-            return TransferError(f"{place}key has {len(item.key)} bytes; a chain key has 32")
-        if not _fits(item.data, geometry):
-            return TransferError(f"{place}{_describe(item.data)}; a block is contiguous uint8 of {geometry.block_bytes} or "
-                                 f"{geometry.payload_bytes} bytes")
-        if not math.isfinite(item.expiry):
-            return TransferError(f"{place}expiry={item.expiry}; must be finite seconds, 0.0 for none")
-        if not -(1 << 31) <= item.priority < 1 << 31:
-            return TransferError(f"{place}priority={item.priority}; must fit 32 bits")
+        reason = objection(item, geometry)
+        if reason is not None:
+            return TransferError(place + reason)
         if self.is_quarantined(item.group, item.slot):
             return TransferError(f"{place}the slot is quarantined")
         remaining = self._pause.remaining()
@@ -387,6 +403,17 @@ class NvmeStore:
         if not 0 <= slot < slab.geometry.num_slots:
             raise TransferError(f"group {group}, slot {slot}: the slab has {slab.geometry.num_slots} slots, counted from 0")
         return slab
+
+    def _readable_into(self, group: int, slot: int, out: Buffer) -> SlabFile:
+        slab = self._slab_of(group, slot)
+        reason = misfit(out, slab.geometry) or (None if out.flags.writeable else f"{out.dtype} {list(out.shape)} that is read-only")
+        if reason is not None:
+            raise TransferError(f"group {group}, slot {slot}: cannot read into {reason}")
+        return slab
+
+    def _is_stored(self, group: int, slot: int, key: bytes) -> bool:
+        row = self._manifest.row(group, slot)
+        return row is not None and row.key == key and not self.is_quarantined(group, slot)
 
     def _require_stored(self, group: int, slot: int, key: bytes) -> None:
         row = self._manifest.row(group, slot)
@@ -434,26 +461,3 @@ class NvmeStore:
 
 class _Closed(TransferError):
     """The store has been closed."""
-
-
-def _runs_of_different_slots(items: Sequence[BlockWrite]) -> list[list[int]]:
-    """Positions in runs without a slot twice: between two writes of one slot the first one's row must be deleted."""
-    runs: list[list[int]] = []
-    places: set[Place] = set()
-    for position, item in enumerate(items):
-        place = (item.group, item.slot)
-        if not runs or place in places:
-            runs.append([])
-            places = set()
-        runs[-1].append(position)
-        places.add(place)
-    return runs
-
-
-def _fits(buffer: Buffer, geometry: NvmeGeometry) -> bool:
-    return (buffer.dtype == np.uint8 and buffer.ndim == 1 and buffer.flags.c_contiguous
-            and buffer.nbytes in (geometry.block_bytes, geometry.payload_bytes))
-
-
-def _describe(buffer: Buffer) -> str:
-    return f"{'' if buffer.flags.c_contiguous else 'strided '}{buffer.dtype} {list(buffer.shape)}"

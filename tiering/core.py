@@ -22,6 +22,7 @@ import torch
 
 from kvtier.errors import ConfigError, CorruptBlock, KVTierError, RequestError, TransferError
 from kvtier.io.device import Device, open_device
+from kvtier.io.manifest import collector_paused
 from kvtier.io.nvme_store import NvmeStore
 from kvtier.io.store_directory import occupied_bytes
 from kvtier.pools.group_pools import open_group_pools
@@ -323,6 +324,7 @@ class TierCore:
         if self._closed:
             raise KVTierError("this KVCacheManager is closed; make a new one")
 
+    @collector_paused()
     def _open_store(self, sizes: PoolSizes) -> NvmeStore | None:
         if not any(sizes.nvme):
             return None
@@ -340,6 +342,7 @@ class TierCore:
 _KINDS: Final = {"attention": FULL, "mla": FULL, "recurrent": RECURRENT, "cross": CROSS}
 
 
+@collector_paused()
 def _ledger(layout: KVLayout, config: TierConfig, sizes: PoolSizes, seed: bytes) -> Ledger:
     rules = LedgerRules(config.enable_block_reuse, config.enable_partial_reuse, config.copy_on_partial_reuse,
                         config.secondary_offload_min_priority, config.nvme_offload_min_priority, config.keep_backing,
