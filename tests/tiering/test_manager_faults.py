@@ -193,3 +193,17 @@ def test_a_copy_that_hangs_holds_up_who_needs_it_and_nobody_longer_than_he_says(
     cache.close(timeout=0.2)
     assert len(warnings_of(caplog)) == 1
     cache.close()
+
+
+def test_a_reset_ends_in_time_also_while_the_deletions_hang(make_cache: MakeCache) -> None:
+    cache = make_cache(8, 4, 40, write_ahead_share=1.0)
+    live(cache, OLD)
+    cache.close()
+    cache = make_cache(8, 4, 40, faults="nvme.commit.hang*1")
+    assert cache.match(tokens_of(OLD[0], 13)).reusable_blocks == 3
+    with pytest.raises(TransferError, match="may be found again after a restart"):
+        cache.reset(timeout=0.1)
+    assert cache.match(tokens_of(OLD[0], 13)).reusable_blocks == 0, "not by this process"
+    cache.close(timeout=0.2)
+    cache.close()
+    make_cache(8, 4, 40).verify()
