@@ -115,6 +115,10 @@ class TierConfig(BaseSettings):
     """Folder under which a request's own ``directory`` must lie. None: requests may not name one. Not included yet: anything but None is
     refused."""
 
+    debug_checks: bool = False
+    """Look at the order of all copies, file operations and steps a second time (LedgerError where nothing orders two uses of a slot), and
+    fill blocks with a pattern before the step that first writes into them. An engine then writes into blocks within ``step`` only."""
+
     faults: Faults | None = None
     """Fault injection for tests; a keyword only."""
     clock: Callable[[], float] = time.monotonic
