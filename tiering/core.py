@@ -164,9 +164,10 @@ class TierCore:
             return collect_request(ledger, ledger.sequence(request_id))
 
     def verify(self) -> None:
-        """Raise LedgerError naming the first broken invariant."""
+        """Raise LedgerError naming the first broken invariant; with ``debug_checks`` also uses of a slot that nothing ordered."""
         with self.locked() as ledger:
             verify(ledger)
+        self.transfers.verify()
 
     # -- the end ---------------------------------------------------------------------------------------------------------
 

@@ -393,6 +393,12 @@ class TransferManager:
         with self._lock:
             return self._completed.counters()
 
+    def verify(self) -> None:
+        """With ``check_order``, raise LedgerError when nothing ordered two uses of a slot."""
+        if self._check is not None:
+            with self._lock:
+                self._check.raise_if_violated()
+
     @property
     def failed_discards(self) -> int:
         """NVMe slots whose rows could not be deleted. The next write of such a slot deletes its row first."""
