@@ -13,7 +13,7 @@ IN_PARALLEL := -n 2 --dist worksteal
 test test-compiled fuzz-ledger: export OMP_NUM_THREADS ?= 1
 PURE_TESTS := $(wildcard tests/policies tests/tiering/ledger tests/cases)
 
-.PHONY: venv demo test types lint compiled test-compiled bench-ledger fuzz-ledger test-gpu wheel clean
+.PHONY: venv demo test types lint compiled test-compiled bench-ledger fuzz-ledger soak test-gpu wheel clean
 
 venv: $(READY)
 
@@ -61,6 +61,11 @@ bench-ledger: compiled
 STEPS ?= 1000000
 fuzz-ledger: $(READY)
 	LEDGER_FUZZ_STEPS=$(STEPS) $(BIN)/python -m pytest tests/tiering/ledger/test_ledger_properties.py --timeout=0 $(IN_PARALLEL) $(ARGS)
+
+# All faults mixed with real traffic, restarts and kills, every byte checked; prints a JSON summary.
+MINUTES ?= 10
+soak: $(READY)
+	$(BIN)/python scripts/soak.py --minutes $(MINUTES) $(ARGS)
 
 # For a machine with a GPU that has torch, triton and cupy already; installs nothing, so it takes the system's Python.
 test-gpu:
