@@ -341,7 +341,7 @@ def test_skip_read_matches_nothing_and_skip_write_stores_nothing() -> None:
     cache = seeded(range(9))
     assert pos(cache, 0, range(9), skip_read=True) == 0
     cache.ledger.remove_sequence(0, False)
-    del cache.running[0]
+    del cache.lives[0]
     nodes = cache.ledger.tree.num_nodes()
     assert pos(cache, 1, range(50, 59), skip_write=True) == 0
     cache.ledger.mark_computed(1, 9)
