@@ -252,9 +252,7 @@ def depart(state: LedgerState, row: SequenceRow, num_departed: int) -> None:
 
 def _has_open_tail(state: LedgerState, row: SequenceRow, num_tokens: int) -> bool:
     """Whether the next token goes into a block that there is already."""
-    geometry = state.geometries[row.group]
-    places = num_tokens + (geometry.bubble if num_tokens >= geometry.sinks else 0)
-    return places < len(row.blocks) * state.tokens_per_block
+    return state.geometries[row.group].next_place(num_tokens) < len(row.blocks) * state.tokens_per_block
 
 
 def _copy_tail_to_beams(state: LedgerState, sequence: ActiveSequence) -> None:
@@ -263,8 +261,7 @@ def _copy_tail_to_beams(state: LedgerState, sequence: ActiveSequence) -> None:
         geometry = state.geometries[row.group]
         if geometry.kind == CROSS or not row.blocks:
             continue
-        num_tokens = sequence.num_tokens + (geometry.bubble if sequence.num_tokens > geometry.sinks else 0)
-        num_tokens = 0 if geometry.kind == RECURRENT else num_tokens % state.tokens_per_block
+        num_tokens = 0 if geometry.kind == RECURRENT else geometry.next_place(sequence.num_tokens) % state.tokens_per_block
         allocator = state.allocators[row.group]
         first = row.blocks[-1]
         for blocks in row.other_beams:
@@ -372,8 +369,7 @@ def rewind(state: LedgerState, request_id: int, num_tokens: int) -> None:
 
 
 def _is_cut(state: LedgerState, row: SequenceRow, num_tokens: int) -> bool:
-    geometry = state.geometries[row.group]
-    return (num_tokens + (geometry.bubble if num_tokens >= geometry.sinks else 0)) % state.tokens_per_block != 0
+    return state.geometries[row.group].next_place(num_tokens) % state.tokens_per_block != 0
 
 
 def _num_holders(row: SequenceRow, position: int, block: Block) -> int:
