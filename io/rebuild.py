@@ -2,6 +2,11 @@
 
 A header counts when it matches its own checksum and names this namespace, this group and this slot. The block behind it
 is not read here: like every block it is verified whenever it is read, and is quarantined then if it is torn.
+
+A block that was discarded and whose slot has not been written since comes back: its header does not know. That is harmless,
+for a key names one content and the block is verified like any other, and it happens only where the manifest was damaged.
+Making the header invalid at each discard would prevent it and cost every eviction one more write to the drive. A reset is
+different: it changes the namespace digest, so nothing from before one ever comes back.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier.errors import TransferError
+from kvtier.io.incident import Incident
 from kvtier.io.manifest import ManifestRow, Place
 from kvtier.io.slab import SlabFile, SlotHeader
 
@@ -81,6 +87,8 @@ def _is_better(place: Place, header: SlotHeader, other: tuple[Place, SlotHeader]
 
 
 def _scan(slab: SlabFile, quarantined: Collection[Place]) -> list[tuple[int, SlotHeader]]:
+    unreadable = Incident(_log)
+
     def scan_run(start: int) -> list[tuple[int, SlotHeader]]:
         headers = []
         for slot in range(start, min(start + _RUN, slab.geometry.num_slots)):
@@ -89,7 +97,7 @@ def _scan(slab: SlabFile, quarantined: Collection[Place]) -> list[tuple[int, Slo
             try:
                 header = slab.read_header(slot)
             except (OSError, TransferError) as error:
-                _log.warning("group %d, slot %d: header cannot be read: %s", slab.group, slot, error)
+                unreadable.warn("group %d, slot %d: header cannot be read: %s", slab.group, slot, error)
                 continue
             if header is not None:
                 headers.append((slot, header))

@@ -20,6 +20,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvtier import __version__
+from kvtier.cli_store import store
 from kvtier.errors import ConfigError, KVTierError, RequestError
 
 CHECK_FAILED = 1
@@ -31,6 +32,7 @@ app = typer.Typer(name="kvtier", no_args_is_help=True, add_completion=False, pre
                   help="The memory tier for LLM inference engines: KV cache in GPU memory, host memory and NVMe.")
 bench = typer.Typer(no_args_is_help=True, help="Measure this machine: the limit first, then kvtier beside it.")
 app.add_typer(bench, name="bench")
+app.add_typer(store, name="store")
 
 
 def _json_file(text: str) -> Path:
@@ -109,6 +111,14 @@ def bench_nvme(directory: Annotated[str | None, typer.Option(metavar="DIR", help
     """Block reads and writes beside raw direct I/O of the same size, bytes verified."""
     from kvtier.bench.nvme import run_nvme
     raise typer.Exit(run_nvme(directory=_folder(directory, "--directory"), json_file=json, quick=quick))
+
+
+@bench.command("integrity")
+def bench_integrity(directory: Annotated[str | None, typer.Option(metavar="DIR", help="Folder on the drive to work on.")] = None,
+                    json: JsonFile = None, quick: Quick = False) -> None:
+    """Crashes, flipped bits, torn and misdirected writes, a full drive: blocks lost, wrong bytes served. Exit code 1 if any."""
+    from kvtier.bench.integrity import run_integrity
+    raise typer.Exit(run_integrity(directory=_folder(directory, "--directory"), json_file=json, quick=quick))
 
 
 class Peer(enum.StrEnum):

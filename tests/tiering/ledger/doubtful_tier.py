@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from naive_groups import GroupsDriver, GroupTier, Tiers, blocks_of
+from naive_model import Driver
 from pretend_cells import GARBAGE, tree_contents
-from pretend_tier import Decide, Place, _conflict, never, place, touches
+from pretend_tier import Decide, Place, PretendTier, Tiers, _conflict, blocks_of, never, place, touches
 
 from kvtier.tiering.ledger.confirming import awaited_slots
 from kvtier.tiering.ledger.group import CROSS, RECURRENT
@@ -20,7 +20,7 @@ from kvtier.tiering.ledger.moves import Discard, Move
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
 
 
-class DoubtfulTier(GroupTier):
+class DoubtfulTier(PretendTier):
     """``origins``: by slot, for each of its cells the numbers of the Moves that its content depends on."""
 
     def __init__(self, tiers: DoubtfulTiers, group: int) -> None:
@@ -111,7 +111,7 @@ class DoubtfulTiers(Tiers):
                        for where in self.awaited(sequence, row))
 
 
-class RushingDriver(GroupsDriver):
+class RushingDriver(Driver):
     """An engine that may compute at once what it could only compute when its blocks have arrived."""
 
     def __init__(self, ledger: Ledger) -> None:

@@ -6,21 +6,22 @@ import pytest
 from group_layouts import LAYOUTS, layouts, prompts
 from hypothesis import given
 from hypothesis import strategies as st
-from naive_groups import GroupsDriver
+from naive_model import Driver
 
+from kvtier.pools.pool_index import PRIMARY
 from kvtier.tiering.ledger import capacity
-from kvtier.tiering.ledger.group import CROSS
+from kvtier.tiering.ledger.group import CROSS, WINDOW, GroupSpec
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.rules import LedgerRules
 
 
-def remaining(cache: GroupsDriver, request_id: int) -> list[int]:
+def remaining(cache: Driver, request_id: int) -> list[int]:
     sequence = cache.ledger.sequence(request_id)
     return [capacity.remaining_blocks_to_completion(cache.ledger, sequence, group) for group in range(len(cache.ledger.groups))]
 
 
-def unreserved(cache: GroupsDriver) -> list[int]:
+def unreserved(cache: Driver) -> list[int]:
     """By group, free blocks beside what the admitted requests may still take."""
     left = cache.free_primary()
     for request_id in cache.lives:
@@ -28,12 +29,12 @@ def unreserved(cache: GroupsDriver) -> list[int]:
     return left
 
 
-def fits(cache: GroupsDriver, request: Request) -> bool:
+def fits(cache: Driver, request: Request) -> bool:
     return all(free >= capacity.remaining_blocks_to_completion(cache.ledger, request, group)
                for group, free in enumerate(unreserved(cache)))
 
 
-def is_complete(cache: GroupsDriver, request_id: int) -> bool:
+def is_complete(cache: Driver, request_id: int) -> bool:
     asked = cache.ledger.sequence(request_id).request
     return cache.ledger.sequence(request_id).num_tokens >= asked.num_tokens + asked.max_new_tokens
 
@@ -45,7 +46,7 @@ def test_who_is_admitted_while_enough_is_free_to_completion_completes(data: st.D
                                                                       in_parallel: bool, store: bool, chunk: int) -> None:
     groups = data.draw(layouts(layout, tokens_per_block))
     has_cross = any(group.kind == CROSS for group in groups)
-    cache = GroupsDriver(Ledger(groups, tokens_per_block, LedgerRules(enable_block_reuse=reuse > 0, policy="lru", chunk_size=chunk)))
+    cache = Driver(Ledger(groups, tokens_per_block, LedgerRules(enable_block_reuse=reuse > 0, policy="lru", chunk_size=chunk)))
     prompt: list[int] = []
     for number in range(data.draw(st.integers(1, 6))):
         keywords = data.draw(prompts(has_cross))
@@ -73,7 +74,7 @@ def test_who_is_admitted_while_enough_is_free_to_completion_completes(data: st.D
     cache.check_idle()
 
 
-def step(data: st.DataObject, cache: GroupsDriver, ids: list[int]) -> None:
+def step(data: st.DataObject, cache: Driver, ids: list[int]) -> None:
     tokens = []
     for request_id in ids:
         width = cache.ledger.sequence(request_id).request.beam_width
@@ -86,3 +87,31 @@ def step(data: st.DataObject, cache: GroupsDriver, ids: list[int]) -> None:
     assert cache.append(ids, tokens)
     assert all(now >= then for now, then in zip(unreserved(cache), before, strict=True)), "a step takes no more than was reserved for it"
     cache.check()
+
+
+@pytest.mark.parametrize("window", range(1, 7))
+def test_beams_behind_a_window_never_reserve_more_than_they_were_admitted_for(window: int) -> None:
+    ledger = Ledger([GroupSpec((40, 0, 0), WINDOW, window)], 2, LedgerRules(chunk_size=2))
+    ledger.add_sequences([Request(0, [0] * 9)])
+    compute_in_chunks(ledger, 0)
+    ledger.remove_sequence(0, True)
+    request = Request(1, [0] * 10, beam_width=3, max_new_tokens=1)
+    free = ledger.allocators[0].queues.num_free(PRIMARY) - capacity.remaining_blocks_to_completion(ledger, request)
+
+    def check() -> None:
+        reserved = capacity.remaining_blocks_to_completion(ledger, ledger.sequence(1))
+        assert ledger.allocators[0].queues.num_free(PRIMARY) - reserved >= free
+
+    ledger.add_sequences([request])
+    check()
+    compute_in_chunks(ledger, 1)
+    check()
+    ledger.append_step([1], [[0, 0, 0]])
+    check()
+
+
+def compute_in_chunks(ledger: Ledger, request_id: int) -> None:
+    sequence = ledger.sequence(request_id)
+    while sequence.computed < sequence.num_tokens:
+        assert ledger.extend_prefill(request_id)
+        ledger.mark_computed(request_id, sequence.covered)
