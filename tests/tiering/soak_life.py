@@ -235,7 +235,7 @@ class Life:
             cache.match(family)
             group = generator.randrange(len(cache.layout.groups))
             with contextlib.suppress(RequestError, TransferError, CorruptBlock, CapacityError):  # held, empty, lost, no room
-                generator.choice([cache.offload, cache.onboard, cache.read_block])(generator.randrange(40), group=group)
+                generator.choice([cache.offload, cache.onboard, cache.read_block])(generator.randrange(24), group=group)
             if generator.random() < 0.02:
                 cache.truncate(family, generator.randrange(20))
             time.sleep(0.01)
