@@ -261,7 +261,7 @@ def test_where_nothing_but_placeholders_would_be_stored_the_tree_stays_as_it_is(
     assert run.compute(sequence, 11)
     run.append(sequence, 12)
     assert placeholders(run, sequence) == [0, 1]
-    run.ledger.store_context(sequence.id)
+    run.driver.store_context(sequence.id)
     run.check()
     run.finish()
 
