@@ -58,6 +58,7 @@ def test_when_a_wait_returns_the_results_can_be_drained(make_rig: Make, monkeypa
         rig.transfers.issue([rig.move(P[0], S[0])])
         assert wait()
         assert len(rig.transfers.drain()) == 1
+        rig.transfers.order_after_engine(None)
 
 
 def test_waits_keep_their_time_outs(make_rig: Make) -> None:
