@@ -46,10 +46,12 @@ def cross(primary: int) -> GroupSpec:
 class GroupRun:
     """One ledger with its engine and its bytes."""
 
+    make_driver: type[Driver] = Driver
+
     def __init__(self, *groups: GroupSpec, tokens_per_block: int = 4, **rules: Any) -> None:
         settings: dict[str, Any] = {"policy": "lru", "keep_backing": False, "secondary_offload_min_priority": 30} | rules
         self.ledger = Ledger(groups, tokens_per_block, LedgerRules(**settings))
-        self.driver = Driver(self.ledger)
+        self.driver = self.make_driver(self.ledger)
         self.fails: Decide = never
         self._next_id = 1000
         self.settle()
