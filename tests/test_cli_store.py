@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli_store import parse_rate, store
+from kvtier.cli_store import store
 from kvtier.errors import ConfigError
 from kvtier.io.nvme_store import BlockWrite, NvmeStore
 from kvtier.pools.nvme_geometry import NvmeGeometry
@@ -106,13 +106,3 @@ def test_under_a_root_each_rank_has_its_turn_and_the_worst_exit_code_counts(tmp_
     assert code == 2
     assert "in use by process" in output
     assert "rank-2: 3 blocks read, 0 bad" in output
-
-
-@pytest.mark.parametrize("text", ["200MiB", "200", "fast/s", "5 blocks/s", "90%/s", "0MiB/s", "/s", ""])
-def test_a_rate_that_is_none_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(ConfigError, match="--bandwidth="):
-        parse_rate(text, "--bandwidth")
-
-
-def test_a_rate_is_bytes_per_second() -> None:
-    assert parse_rate("200MiB/s", "--bandwidth") == 200 * (1 << 20)

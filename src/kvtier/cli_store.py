@@ -74,8 +74,9 @@ def scrub(directory: Directory,
           seconds: Annotated[float | None, typer.Option(min=0.0, help="Stop after this time; the next run goes on from there.")] = None,
           json: Json = False) -> None:
     """Verify every block and quarantine the bad ones, from where the last run stopped. Exit code 1 if there are any."""
-    rate = None if bandwidth is None else parse_rate(bandwidth, "--bandwidth")
     from kvtier.io.store_commands import scrub_store
+    from kvtier.pools.rate import parse_rate
+    rate = None if bandwidth is None else parse_rate(bandwidth, "--bandwidth")
 
     def scrub_one(path: Path) -> Answer:
         done = scrub_store(path, rate, seconds)
@@ -133,21 +134,6 @@ def clear(directory: Directory, yes: Annotated[bool, typer.Option("--yes", help=
                       [f"{path}: {blocks} blocks forgotten; delete the directory to free its space"])
 
     _leave(directory, json, clear_one)
-
-
-def parse_rate(text: str, name: str) -> float:
-    """Bytes per second.
-
-    Raises:
-        ConfigError: no size in bytes with its unit, per second; or nothing at all.
-    """
-    from kvtier.pools.sizing import SizeKind, parse_size
-    if not text.endswith("/s"):
-        raise ConfigError(f'{name}={text!r}: a rate is a size per second; write for example "200MiB/s"')
-    size = parse_size(text.removesuffix("/s"), name)
-    if size.kind is not SizeKind.BYTES or size.amount == 0:
-        raise ConfigError(f'{name}={text!r}: a rate is more than 0 bytes per second; write for example "200MiB/s"')
-    return float(size.amount)
 
 
 def _leave(directory: str, json: bool, command: Callable[[Path], Answer]) -> None:
