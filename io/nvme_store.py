@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
 from kvtier.errors import CorruptBlock, TransferError
 from kvtier.io.direct_file import Buffer
 from kvtier.io.faults import Faults
+from kvtier.io.incident import Incident
 from kvtier.io.manifest import ManifestRow, Place, QuarantineRow, collector_paused
 from kvtier.io.slab import SlabFile
 from kvtier.io.store_arguments import misfit, objection, runs_of_different_slots
+from kvtier.io.store_directory import deleted
 from kvtier.io.store_messages import BlockWrite, NvmeStats, StoredBlock
 from kvtier.io.store_open import OpenedStore, open_store
 from kvtier.io.write_pause import WritePause
@@ -29,6 +32,8 @@ from kvtier.pools.nvme_geometry import NvmeGeometry
 __all__ = ["BlockWrite", "NvmeStats", "NvmeStore", "StoredBlock"]
 
 _log = logging.getLogger(__name__)
+_RELEASE_SECONDS: Final = 1.0
+"""The least time that closing gives to the last commit, however little is left of the caller's."""
 
 
 class NvmeStore:
@@ -48,8 +53,10 @@ class NvmeStore:
         self._pause = WritePause(str(opened.home.path), clock)
         if opened.manifest.write_error is not None:
             self._pause.failed(f"The store was opened for reading: {opened.manifest.write_error}")
+        self._bad_blocks = Incident(_log)
         self._write_lock = threading.Lock()
         self._close_lock = threading.Lock()
+        self._releasing: threading.Thread | None = None
         self._released = False
         self._gate = threading.Condition()  # guards everything below
         self._active = 0
@@ -71,7 +78,7 @@ class NvmeStore:
             directory: for this store alone; folder mode 0700, files 0600.
             namespace: JSON object as text: what the keys presuppose (model, dtype, layout, ranks, ...). Kept in clear.
             geometries: one per group, in order.
-            faults: injected failures, for tests.
+            faults: injected failures.
             free_space_reserve: bytes that preallocation must leave free on the filesystem; default 1 % of it, 1 GiB at most.
             sync: make each commit, and the blocks before it, survive a loss of power. Without it a loss of power may cost
                 the latest blocks and send some of the latest slots to the quarantine; a crash of the process costs neither.
@@ -82,6 +89,7 @@ class NvmeStore:
                 too little room; a slab is shorter than it was.
         """
         opened = open_store(directory, namespace, geometries, faults=faults, free_space_reserve=free_space_reserve, sync=sync)
+        opened.manifest.faults = faults
         return cls(opened, sync, clock)
 
     def read_block(self, group: int, slot: int, key: bytes, out: Buffer) -> None:
@@ -187,7 +195,7 @@ class NvmeStore:
                 return
             self._unsaved_quarantine[group, slot] = QuarantineRow(group, slot, row.key, reason, self._clock())
             self._hits.pop((group, slot), None)
-        _log.warning("%s: group %d, slot %d is quarantined: %s", self._home.path, group, slot, reason)
+        self._bad_blocks.warn("%s: group %d, slot %d is quarantined: %s", self._home.path, group, slot, reason)
         try:
             self._save_quarantine()
         except TransferError as error:
@@ -269,8 +277,8 @@ class NvmeStore:
         """Let running calls finish, save hit counts, close all files, give up the lock. New calls fail at once. Idempotent.
 
         Returns:
-            False when a call was still running after ``timeout`` seconds: files and lock then stay as they are (closing a
-            descriptor under a running read would be worse), and ``close`` can be called again.
+            False when a call was still running after ``timeout`` seconds, or the last commit hangs: files and lock then stay as they
+            are (closing a descriptor under a running read would be worse), and ``close`` can be called again.
         """
         deadline = time.monotonic() + max(timeout, 0.0)
         with self._gate:
@@ -279,20 +287,27 @@ class NvmeStore:
                 _log.warning("%s: %d calls still run after %.1f s; the store stays open", self._home.path, self._active, timeout)
                 return False
         with self._close_lock:
-            if self._released:
-                return True
-            try:
-                self._save_quarantine()
-                self._manifest.put([], self._take_hits())
-            except TransferError as error:
-                _log.warning("%s: hit counts or quarantine could not be saved at close: %s", self._home.path, error)
-            if not self._manifest.close(deadline - time.monotonic()):
-                return False
-            for slab in self._slabs:
-                slab.file.close()
-            self._home.close()
-            self._released = True
-        return True
+            if self._releasing is None or (not self._releasing.is_alive() and not self._released):
+                self._releasing = threading.Thread(target=self._release, args=(deadline,), name="kvtier-close", daemon=True)
+                self._releasing.start()
+            releasing = self._releasing
+        # In a thread of its own, because its last commit may hang like any other.
+        releasing.join(max(deadline - time.monotonic(), _RELEASE_SECONDS))
+        return self._released
+
+    def _release(self, deadline: float) -> None:
+        """Save what is not yet saved, close all files, give up the lock."""
+        try:
+            self._save_quarantine()
+            self._manifest.put([], self._take_hits())
+        except TransferError as error:
+            _log.warning("%s: hit counts or quarantine could not be saved at close: %s", self._home.path, error)
+        if not self._manifest.close(deadline - time.monotonic()):
+            return
+        for slab in self._slabs:
+            slab.file.close()
+        self._home.close()
+        self._released = True
 
     def __enter__(self) -> NvmeStore:
         return self
@@ -307,8 +322,10 @@ class NvmeStore:
         pending = [position for position in batch if errors[position] is None]
         if not pending:
             return
-        step = "delete the old rows"
+        step = "write"
         try:
+            self._require_files()
+            step = "delete the old rows"
             self._save_quarantine()
             self._manifest.delete((items[position].group, items[position].slot) for position in pending)
             step = "write"
@@ -331,6 +348,17 @@ class NvmeStore:
         self._count(written_blocks=len(rows), written_bytes=sum(row.length for row in rows))
         if whole:
             self._pause.succeeded()
+
+    def _require_files(self) -> None:
+        """A deleted file still takes bytes, and they are gone at the next start: that must not look like storing.
+
+        Raises:
+            OSError: somebody deleted a slab or the whole directory.
+        """
+        self._home.require_present()
+        for slab in self._slabs:
+            if slab.file.is_deleted():
+                raise deleted(slab.file.path)
 
     def _write_data(self, items: Sequence[BlockWrite], positions: Sequence[int], errors: list[Exception | None]) -> list[ManifestRow]:
         """Write the blocks until one fails; that one and the rest get errors. Returns the rows of what is complete."""

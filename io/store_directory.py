@@ -132,6 +132,11 @@ class StoreDirectory:
     def manifest_path(self) -> Path:
         return self.path / MANIFEST_NAME
 
+    def require_present(self) -> None:
+        """Raise OSError (ENOENT) when somebody deleted the directory: one that has its name now is another, and not ours."""
+        if os.fstat(self._lock_descriptor).st_nlink == 0:
+            raise deleted(self.path)
+
     def record_slots(self, num_slots: Sequence[int]) -> None:
         """Write down how many slots each slab has now.
 
@@ -157,8 +162,14 @@ class StoreDirectory:
 
     def _replace_identity(self, identity: StoreIdentity) -> None:
         if identity != self.identity:
+            self.require_present()
             write_atomically(self.path / IDENTITY_NAME, identity.to_json())
             self.identity = identity
+
+
+def deleted(path: Path) -> FileNotFoundError:
+    """The error for a file or directory that somebody deleted while it was in use."""
+    return FileNotFoundError(errno.ENOENT, "it was deleted while it was in use; restart to begin it anew", str(path))
 
 
 def unusable(path: Path, error: OSError) -> ConfigError:

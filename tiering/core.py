@@ -94,6 +94,9 @@ class TierCore:
             self.transfers = TransferManager(self._device, self.pools, self.store, faults=config.faults,
                                              read_threads=config.read_threads)
             undo.pop_all()
+        if config.faults is not None:
+            logger.warning("faults are injected into this cache (%s): %s. For trials only: blocks are really lost and files really deleted",
+                           config.sources["faults"], config.faults)
         self._statistics = StatisticsRecorder(self._ledger, self._ledger.allocators)
         self._totals = self._statistics.totals
         rate = config.nvme_scrub_bytes_per_second
@@ -148,7 +151,8 @@ class TierCore:
     def stats(self) -> Stats:
         """Everything counted since the start, and what the levels hold now."""
         with self.locked():
-            return self._statistics.stats(self._events.dropped, self._prefill_rate)
+            faults = self.config.faults.counts() if self.config.faults is not None else {}
+            return self._statistics.stats(self._events.dropped, self._prefill_rate, faults)
 
     def iteration_stats(self) -> IterationStats:
         """What was counted between the last two calls of :meth:`refresh`, and the levels at the second one."""
@@ -188,7 +192,9 @@ class TierCore:
         try:
             if self.store is not None:
                 # The deletions just issued may still be on their way; what clear() forgets does not depend on them.
-                self.transfers.idle(max(deadline - time.monotonic(), 0.0))
+                if not self.transfers.idle(max(deadline - time.monotonic(), 0.0)):
+                    raise TransferError(f"reset: the deletions on NVMe did not end within {timeout} s; what is there may be found again "
+                                        "after a restart, repeat the reset before")
                 self.store.clear()
         finally:
             self._is_clearing = False
@@ -216,6 +222,8 @@ class TierCore:
             self._everything_let_go = store_is_closed
         else:
             logger.warning("close: a transfer still ran after %s s; the pools' memory stays allocated because it may be in use", timeout)
+        if self.config.faults is not None and not self._everything_let_go:
+            self.config.faults.end_hangs()
 
     def __enter__(self) -> Self:
         return self
@@ -282,7 +290,7 @@ class TierCore:
 
     @property
     def _takes_writes(self) -> bool:
-        return self.store is not None and not self._is_clearing and self.store.accepts_writes
+        return self.store is not None and not self._is_clearing and self.store.accepts_writes and not self.transfers.writes_hang
 
     @property
     def _all_issued(self) -> bool:
