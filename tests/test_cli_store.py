@@ -83,7 +83,16 @@ def test_rebuild_and_gc(directory: Path) -> None:
     assert "3 blocks, 3 of them not in the old manifest" in output
     assert "kvtier store gc removes" in run("ls", directory)[1]
     assert "0 expired blocks and 1 files removed (11 bytes)" in run("gc", directory)[1]
-    assert json.loads(run("gc", directory, "--json")[1]) == [{"directory": str(directory), "expired": 0, "files": [], "num_bytes": 0}]
+    assert json.loads(run("gc", directory, "--json")[1]) == [
+        {"directory": str(directory), "expired": 0, "released": 0, "files": [], "num_bytes": 0}]
+
+
+def test_gc_puts_quarantined_slots_back_into_service_only_when_told_to(directory: Path) -> None:
+    spoil(directory)
+    assert run("scrub", directory)[0] == 1
+    assert "in service" not in run("gc", directory)[1]
+    assert "1 quarantined slots are in service again" in run("gc", directory, "--release-quarantine")[1]
+    assert run("ls", directory)[1].splitlines()[-2].split() == ["0", "4", "2", "16384", "8192", "0", "0"]
 
 
 def test_clear_asks_for_yes_and_names_what_would_go(directory: Path) -> None:

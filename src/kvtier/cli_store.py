@@ -107,14 +107,19 @@ def rebuild(directory: Directory, json: Json = False) -> None:
 
 
 @store.command()
-def gc(directory: Directory, json: Json = False) -> None:
+def gc(directory: Directory,
+       release: Annotated[bool, typer.Option("--release-quarantine", help="Also put quarantined slots back into service, empty: after "
+                                             "a crash of the machine, when the drive is good.")] = False,
+       json: Json = False) -> None:
     """Remove blocks whose time is over, damaged manifests that were kept, and what interrupted runs left behind."""
     from kvtier.io.store_commands import collect_garbage
 
     def collect_one(path: Path) -> Answer:
-        gone = collect_garbage(path)
-        return Answer({"directory": gone.directory, "expired": gone.expired, "files": list(gone.files), "num_bytes": gone.num_bytes},
+        gone = collect_garbage(path, release)
+        return Answer({"directory": gone.directory, "expired": gone.expired, "released": gone.released, "files": list(gone.files),
+                       "num_bytes": gone.num_bytes},
                       [f"{path}: {gone.expired} expired blocks and {len(gone.files)} files removed ({gone.num_bytes} bytes)",
+                       *[f"  {gone.released} quarantined slots are in service again"] * release,
                        *(f"  {name}" for name in gone.files)])
 
     _leave(directory, json, collect_one)
