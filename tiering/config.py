@@ -117,6 +117,10 @@ class TierConfig(BaseSettings):
     """Folder under which a request's own ``directory`` must lie. None: requests may not name one. Not included yet: anything but None is
     refused."""
 
+    debug_checks: bool = False
+    """Look at the order of all copies, file operations and steps a second time (LedgerError where nothing orders two uses of a slot), and
+    fill blocks with a pattern before the step that first writes into them. An engine then writes into blocks within ``step`` only."""
+
     faults: InstanceOf[Faults] | None = None
     """Failures on demand, to try what they cost: rules such as ``"nvme.read.bit_flip=0.01, secondary.copy.delay=0.1:5ms*20"`` (see
     ``kvtier.io.fault_text``), as text or as a list; in code also a ``Faults``. Never in production: they really happen."""

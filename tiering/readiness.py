@@ -130,6 +130,9 @@ class Readiness(TierCore):
                         _indices(ledger, found), indices):
                     ledger.deliver(found)
                     ready.append(request_id)
+                    if self._poison is not None:
+                        with self._device.on_engine(stream):
+                            self._poison.fill(found)
                     self._stepping[request_id] = self._stepping.get(request_id, 0) + 1
         try:
             yield ready

@@ -273,9 +273,13 @@ class Driver:
         for sequence in self.ledger.sequences.values():
             asked = sequence.request
             end = asked.num_tokens + asked.max_new_tokens
-            if sequence.num_tokens <= end:
+            if self.last_place(sequence) <= end:
                 for group in range(len(self.ledger.groups)):
                     assert held_blocks(sequence, group) <= most_blocks(self.ledger, asked, end, group), f"request {asked.id}, group {group}"
+
+    def last_place(self, sequence: ActiveSequence) -> int:
+        """Up to where a sequence needs blocks."""
+        return sequence.num_tokens
 
     def check_writing_ends(self, now: float) -> None:
         """Left alone, the tier stops moving blocks: there is nothing that two of them could want in turns."""
