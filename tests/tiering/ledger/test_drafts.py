@@ -327,7 +327,7 @@ def test_what_leaves_a_window_by_accepted_drafts_is_stored_before() -> None:
         run.propose(sequence, [10 * step, 10 * step + 1], [-1, 0])
         run.verify_drafts(sequence)
         run.accept(sequence, [0, 1])
-    whole = list(run._beams[sequence.id][0])
+    whole = sequence.keys.token_ids(0, sequence.num_tokens)
     run.release(sequence)
     for end in range(4, len(whole) - 1, 4):
         assert run.reuse(whole[:end + 1]) == end, f"the block that ends with token {end} left before it was stored"
