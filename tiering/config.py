@@ -28,7 +28,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from kvtier.errors import ConfigError
 from kvtier.io.fault_text import parse_faults
 from kvtier.io.faults import Faults
-from kvtier.pools.sizing import SizeKind, check_group_shares, parse_size, parse_sizes
+from kvtier.pools.sizing import SizeKind, check_group_shares, parse_size, parse_sizes, shown
 from kvtier.tiering.config_sources import (
     ENVIRONMENT_PREFIX,
     KEYWORD_ONLY,
@@ -265,4 +265,4 @@ def _explain(details: ErrorDetails, given: Mapping[str, Sourced]) -> str:
     template = _LIMITS.get(details["type"])
     limit = template.format(**details.get("ctx", {})) if template else details["msg"]
     item = "".join(f"[{part}]" for part in details["loc"][1:] if isinstance(part, int))
-    return f"{key}{item}={details['input']!r} ({given[key].origin}): {limit}"
+    return f"{key}{item}={shown(details['input'])} ({given[key].origin}): {limit}"

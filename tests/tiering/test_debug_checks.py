@@ -1,4 +1,4 @@
-"""``debug_checks``: blocks hold a pattern until they are written, and unordered transfers are found. A manager's other tests run with it."""
+"""``debug_checks``: blocks hold a pattern until they are written; unordered transfers are found. A manager's other tests run with it."""
 
 from __future__ import annotations
 
