@@ -54,6 +54,7 @@ class DraftingDriver(Driver):
         planned = self.ledger.draft_moves(request_id, path)
         self.note_leaving(request_id)
         rows = [list(row.blocks) for row in sequence.rows]  # what is given back is read before anybody takes it
+        self.note_leaving(request_id)
         moves = self.ledger.accept_drafts(request_id, path)
         assert moves == planned
         for row in sequence.rows:
