@@ -52,7 +52,6 @@ class DraftingDriver(Driver):
         self._write_drafts(sequence, tree)
         path = tree.path_to(node)
         planned = self.ledger.draft_moves(request_id, path)
-        self.note_leaving(request_id)
         rows = [list(row.blocks) for row in sequence.rows]  # what is given back is read before anybody takes it
         self.note_leaving(request_id)
         moves = self.ledger.accept_drafts(request_id, path)
