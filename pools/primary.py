@@ -14,6 +14,7 @@ import torch
 
 from kvtier.errors import ConfigError
 from kvtier.pools.block_sections import INDEXER, KEYS, KV, SCALES, STATE, VALUES, BlockSection
+from kvtier.pools.host_arena import anonymous_memory
 from kvtier.pools.layout import LayerGroup
 
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
@@ -24,8 +25,6 @@ TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
 
 ALIGNMENT: Final = 4096
 """Direct I/O and GPUDirect Storage want device addresses, offsets and lengths in multiples of this."""
-
-_RECYCLED_BELOW: Final = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -69,16 +68,15 @@ class PrimaryPool:
         for section in group.sections:
             starts.append(-(-(starts[-1] + num_blocks * section.num_bytes) // ALIGNMENT) * ALIGNMENT)
         try:
-            memory = torch.empty(starts[-1] + ALIGNMENT, dtype=torch.uint8, device=device)
-        except (RuntimeError, MemoryError) as error:  # RuntimeError covers torch.OutOfMemoryError
+            memory = _new_memory(starts[-1] + ALIGNMENT, device)
+        except (RuntimeError, MemoryError, OSError, OverflowError, ValueError) as error:  # RuntimeError covers torch.OutOfMemoryError
             raise ConfigError(f"primary: {num_blocks} blocks of group {group.number} want {num_bytes} bytes on "
                               f"{device}, which could not be allocated; lower primary=...") from error
         memory = memory[-memory.data_ptr() % ALIGNMENT:][:starts[-1]]
-        # Recycled memory may hold NaN bit patterns, and 0 * NaN in a masked position is NaN. On the CPU a large one is
-        # fresh zero pages from the kernel already, and zeroing it would commit all of it before the first request.
-        if memory.is_cuda or num_bytes < _RECYCLED_BELOW:
-            memory.zero_()
         if memory.is_cuda:
+            # Recycled memory may hold NaN bit patterns, and 0 * NaN in a masked position is NaN. On the CPU these are fresh
+            # zero pages from the kernel, and zeroing them would commit all of them before the first request.
+            memory.zero_()
             # Zeroing, and whatever else used this memory before, is ordered on torch's stream. The streams that will copy
             # into the pool do not wait for that one: a block brought back early would be zeroed afterwards.
             torch.cuda.synchronize(memory.device)
@@ -199,6 +197,13 @@ class PrimaryPool:
         if not 0 <= position < self.group.num_layers:
             raise ConfigError(f"position={position}: group {self.group.number} has layer positions "
                               f"0..{self.group.num_layers - 1}")
+
+
+def _new_memory(num_bytes: int, device: str) -> torch.Tensor:
+    """uint8 [num_bytes]. torch's own allocator on the CPU has no huge pages, which copies of whole blocks are slower without."""
+    if torch.device(device).type == "cpu":
+        return torch.frombuffer(anonymous_memory(num_bytes), dtype=torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _nothing() -> torch.Tensor:

@@ -176,6 +176,7 @@ class TransferManager:
                 self._finish(node)
             return
         self._sequence += 1
+        batch.plan()
         event = batch.stream.submit(batch.run, tuple(batch.after), lambda event: self._copies_over(batch, event))
         for node in batch.nodes:
             node.event = event
@@ -244,7 +245,8 @@ class TransferManager:
 
     def _finish(self, node: TransferNode) -> None:
         """Report a node. Lock held. The result is in the queue before anybody who waits for the node can go on."""
-        self._hold_no_longer(node)
+        if node.dependents:
+            self._hold_no_longer(node)
         self._graph.finish(node)
         self._outstanding -= 1
         if node.move is not None:
