@@ -102,8 +102,10 @@ class CpuStream:
         return event
 
     def synchronize(self, timeout: float | None = None) -> bool:
-        """Wait for everything submitted so far; False when time ran out."""
-        return self.submit(_nothing).wait(timeout)
+        """Wait for everything submitted so far, its completion callbacks included; False when time ran out."""
+        reported = CpuEvent()
+        self.submit(_nothing, done=lambda _event: reported.finish())
+        return reported.wait(timeout)
 
     def close(self, timeout: float) -> bool:
         """Finish what is queued and end the threads; False when that took more than ``timeout`` seconds."""
