@@ -13,16 +13,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
 import numpy as np
 
 from kvtier.errors import CorruptBlock, TransferError
+from kvtier.io.block_writer import BlockWriter
 from kvtier.io.direct_file import Buffer
+from kvtier.io.drive_queue import DriveQueue
 from kvtier.io.faults import Faults
 from kvtier.io.manifest import ManifestRow, Place, QuarantineRow, collector_paused
-from kvtier.io.slab import SlabFile
+from kvtier.io.slab import SlabFile, SlotHeader
 from kvtier.io.store_messages import BlockWrite, NvmeStats, StoredBlock
 from kvtier.io.store_open import OpenedStore, open_store
 from kvtier.io.write_pause import WritePause
@@ -32,6 +36,9 @@ __all__ = ["BlockWrite", "NvmeStats", "NvmeStore", "StoredBlock"]
 
 _log = logging.getLogger(__name__)
 
+WRITE_THREADS: Final = 2
+"""Runs of blocks written at once: a drive with a second one waiting has no gaps between them."""
+
 
 class NvmeStore:
     """The NVMe level of all groups. Make one with :meth:`open`.
@@ -40,10 +47,13 @@ class NvmeStore:
     wait for each other). The caller sees to it that a slot is not read while it is written.
     """
 
-    def __init__(self, opened: OpenedStore, sync: bool, clock: Callable[[], float]) -> None:
+    def __init__(self, opened: OpenedStore, sync: bool, clock: Callable[[], float], drive: DriveQueue | None = None) -> None:
         self._opened = opened
         self._home = opened.home
         self._slabs = opened.slabs
+        for slab in self._slabs:
+            slab.file.queue = drive
+        self._writer = BlockWriter(self._slabs, WRITE_THREADS)
         self._manifest = opened.manifest
         self._sync = sync
         self._clock = clock
@@ -63,7 +73,8 @@ class NvmeStore:
 
     @classmethod
     def open(cls, directory: str | Path, namespace: str, geometries: Sequence[NvmeGeometry], *, faults: Faults | None = None,
-             free_space_reserve: int | None = None, sync: bool = False, clock: Callable[[], float] = time.time) -> NvmeStore:
+             free_space_reserve: int | None = None, sync: bool = False, clock: Callable[[], float] = time.time,
+             drive: DriveQueue | None = None) -> NvmeStore:
         """Open a directory, making it when it is missing or empty, and verify its manifest.
 
         More slots than before extend the slabs; with fewer, the blocks beyond the new end are dropped, aloud. A damaged
@@ -78,13 +89,14 @@ class NvmeStore:
             sync: make each commit, and the blocks before it, survive a loss of power. Without it a loss of power may cost
                 the latest blocks and send some of the latest slots to the quarantine; a crash of the process costs neither.
             clock: wall-clock seconds.
+            drive: the turns that reads and writes of blocks take; None for as many at once as there are threads that ask.
 
         Raises:
             ConfigError: the directory cannot be written, is in use, is not ours, belongs to another model or layout, or has
                 too little room; a slab is shorter than it was.
         """
         opened = open_store(directory, namespace, geometries, faults=faults, free_space_reserve=free_space_reserve, sync=sync)
-        return cls(opened, sync, clock)
+        return cls(opened, sync, clock, drive)
 
     def read_block(self, group: int, slot: int, key: bytes, out: Buffer) -> None:
         """Read one block and verify magic, version, namespace, place, key, length and checksum.
@@ -266,6 +278,8 @@ class NvmeStore:
                 _log.warning("%s: hit counts or quarantine could not be saved at close: %s", self._home.path, error)
             if not self._manifest.close(deadline - time.monotonic()):
                 return False
+            if not self._writer.close(max(deadline - time.monotonic(), 0.5)):  # idle: no call is active any more
+                return False
             for slab in self._slabs:
                 slab.file.close()
             self._home.close()
@@ -311,22 +325,22 @@ class NvmeStore:
             self._pause.succeeded()
 
     def _write_data(self, items: Sequence[BlockWrite], positions: Sequence[int], errors: list[Exception | None]) -> list[ManifestRow]:
-        """Write the blocks until one fails; that one and the rest get errors. Returns the rows of what is complete."""
+        """Write the blocks until one fails; what was not written gets an error. Returns the rows of what is complete."""
+        # SQLite does not keep the sign of -0.0, and the row's digest would differ.
+        pending = [replace(items[position], expiry=float(items[position].expiry) + 0.0) for position in positions]
+        outcome = self._writer.write(pending, self._clock())
         rows: list[ManifestRow] = []
-        now = self._clock()
-        for number, position in enumerate(positions):
-            item = items[position]
-            expiry = float(item.expiry) + 0.0  # SQLite does not keep the sign of -0.0, and the row's digest would differ
-            try:
-                header = self._slabs[item.group].write(item.slot, item.key, item.data, item.priority, expiry, now)
-            except (OSError, TransferError) as error:
-                self._pause.failed(f"Could not write group {item.group}, slot {item.slot}: {error}")
-                errors[position] = TransferError(f"group {item.group}, slot {item.slot}: not stored: {error}")
-                for later in positions[number + 1:]:
-                    errors[later] = TransferError(f"group {items[later].group}, slot {items[later].slot}: not stored: an earlier "
-                                                  f"write of the batch failed ({error})")
-                break
-            rows.append(ManifestRow(item.group, item.slot, item.key, header.length, header.checksum, item.priority, expiry, 0))
+        first = next((result for result in outcome if isinstance(result, Exception)), None)
+        for position, item, result in zip(positions, pending, outcome, strict=True):
+            if isinstance(result, SlotHeader):
+                rows.append(ManifestRow(item.group, item.slot, item.key, result.length, result.checksum, item.priority, item.expiry, 0))
+            elif result is None:
+                errors[position] = TransferError(f"group {item.group}, slot {item.slot}: not stored: an earlier write of the batch failed "
+                                                 f"({first})")
+            else:
+                if result is first:
+                    self._pause.failed(f"Could not write group {item.group}, slot {item.slot}: {result}")
+                errors[position] = TransferError(f"group {item.group}, slot {item.slot}: not stored: {result}")
         return rows
 
     def _objection(self, item: BlockWrite) -> TransferError | None:

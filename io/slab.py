@@ -108,6 +108,8 @@ class SlabFile:
         self.file = DirectFile(path, create=True, direct=direct)
         self._faults = faults
         self._headers = _HeaderPages()
+        self.one_by_one = faults is not None
+        """Whether each block needs a call of its own: failures are injected into calls."""
 
     def require_size(self, num_slots: int) -> None:
         """Check that the file is long enough for ``num_slots`` slots.
@@ -133,10 +135,8 @@ class SlabFile:
             OSError, TransferError: as :meth:`DirectFile.write`; the slot's content is undefined then.
         """
         geometry = self.geometry
-        checksum = block_checksum(data[:geometry.block_bytes], key, self.group, slot)
-        header = SlotHeader(self.group, slot, key, geometry.block_bytes, self.namespace_digest, checksum, priority, expiry, written)
         page = self._headers.page
-        header.pack_into(page)
+        header = self.seal(page, slot, key, data, priority, expiry, written)
         if self._faults is not None:
             self._faults.before(FaultOperation.WRITE)
             travelling = aligned_buffer(data.nbytes)  # the caller's bytes stay right: only what reaches the file is flipped
@@ -144,6 +144,14 @@ class SlabFile:
             self._faults.corrupt(FaultOperation.WRITE, travelling[:geometry.block_bytes])
             data = travelling
         self.file.write(geometry.offset(slot), [page, data])
+        return header
+
+    def seal(self, page: Buffer, slot: int, key: bytes, data: Buffer, priority: int, expiry: float, written: float) -> SlotHeader:
+        """Fill ``page``, uint8 [4096], with the header that goes in front of ``data``; arguments as of :meth:`write`."""
+        block_bytes = self.geometry.block_bytes
+        checksum = block_checksum(data[:block_bytes], key, self.group, slot)
+        header = SlotHeader(self.group, slot, key, block_bytes, self.namespace_digest, checksum, priority, expiry, written)
+        header.pack_into(page)
         return header
 
     def read(self, slot: int, key: bytes, out: Buffer) -> None:

@@ -88,8 +88,10 @@ class TierConfig(BaseSettings):
     """Free space that the NVMe level leaves on its file system; a size in bytes."""
     nvme_sync: bool = False
     """Wait for the drive's own cache on every commit. Off: power loss may cost recent entries, never correctness."""
-    read_threads: Annotated[int, Field(ge=1, le=256)] = 2
-    """Threads that read and verify NVMe blocks."""
+    nvme_write_bandwidth: str | None = None
+    """Bytes that are stored on NVMe per second at most, a size in bytes; None: as many as the drive takes. Loads are not counted."""
+    read_threads: Annotated[int, Field(ge=1, le=256)] = 4
+    """Threads that read and verify NVMe blocks. How many of them have a read in the drive at once is found by measuring."""
     write_ahead_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.25
     """Share of the secondary level that ``refresh`` keeps clean (also on NVMe), coldest first; 0: none."""
 
@@ -146,6 +148,12 @@ class TierConfig(BaseSettings):
     def nvme_free_space_reserve_bytes(self) -> int:
         return int(parse_size(self.nvme_free_space_reserve, "nvme_free_space_reserve").amount)
 
+    @property
+    def nvme_write_bytes_per_second(self) -> float | None:
+        if self.nvme_write_bandwidth is None:
+            return None
+        return float(parse_size(self.nvme_write_bandwidth, "nvme_write_bandwidth").amount)
+
     def effective(self) -> list[tuple[str, str, str]]:
         """(key, value, source) of every key, in the order of this class: what an engine prints when it starts."""
         return [(key, str(getattr(self, key)), self._sources[key]) for key in type(self).model_fields
@@ -173,6 +181,16 @@ class TierConfig(BaseSettings):
     def _check_reserve(cls, value: object) -> object:
         if parse_size(value, "nvme_free_space_reserve").kind is not SizeKind.BYTES:
             raise ConfigError(f'nvme_free_space_reserve={value!r}: must be a size in bytes, for example "1GiB"')
+        return value
+
+    @field_validator("nvme_write_bandwidth", mode="before")
+    @classmethod
+    def _check_bandwidth(cls, value: object) -> object:
+        if value is not None:
+            size = parse_size(value, "nvme_write_bandwidth")
+            if size.kind is not SizeKind.BYTES or size.amount < 1:
+                raise ConfigError(f'nvme_write_bandwidth={value!r}: must be a size in bytes above 0, for example "500MiB"; to store '
+                                  'nothing set nvme="0 blocks"')
         return value
 
     @field_validator("group_shares", mode="before")

@@ -250,3 +250,11 @@ def test_objects_are_taken_as_they_are() -> None:
 def test_configuration_needs_no_torch() -> None:
     code = "import sys, kvtier.tiering.config, kvtier.pools.sizing; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_write_bandwidth_is_a_size_in_bytes_or_nothing() -> None:
+    assert TierConfig().nvme_write_bytes_per_second is None
+    assert TierConfig(nvme_write_bandwidth="1KiB").nvme_write_bytes_per_second == 1024.0
+    for wrong in ("10 blocks", "50%", "0GiB"):
+        with pytest.raises(ConfigError, match="nvme_write_bandwidth"):
+            TierConfig(nvme_write_bandwidth=wrong)
