@@ -13,9 +13,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from kvtier.errors import ConfigError
 from kvtier.io.copy_runs import check_slots
 from kvtier.io.cuda_copier import CudaCopier
 from kvtier.io.cuda_stream import load_cuda
+from kvtier.io.layer_copier import BlockRows, LayerCopier, section_copier
 from kvtier.io.row_copier import Call, Numbers, RowCopier, Rows
 from kvtier.kernels.partial_copy import copy_partial_blocks
 from kvtier.pools.block_sections import BlockSection
@@ -51,8 +53,8 @@ class HostCopier:
         self._num_sources = num_slots(source)
         self._num_destinations = num_slots(destination)
         self._tokens_per_block = group.tokens_per_block
-        by_section = [RowCopier(section_rows(source, section), section_rows(destination, section)) for section in group.sections]
-        self._whole = by_section
+        by_section = [section_copier(section_rows(source, section), section_rows(destination, section)) for section in group.sections]
+        self._whole: list[RowCopier | LayerCopier] = [*by_section]
         if isinstance(source, HostArena) and isinstance(destination, HostArena):
             # Between two arenas a block is one row, whatever it consists of.
             self._whole = [RowCopier(source.rows, destination.rows)]
@@ -93,6 +95,9 @@ def open_copiers(pools: GroupPools, staging: HostArena | None, device: str) -> d
         pools: memory of the group.
         staging: where blocks read from NVMe arrive; None without an NVMe level.
         device: a device's name, as ``Device.name`` gives it.
+
+    Raises:
+        ConfigError: a layer-first pool on CUDA.
     """
     memories: dict[int, Memory] = {PRIMARY: pools.primary}
     if pools.secondary is not None:
@@ -104,6 +109,8 @@ def open_copiers(pools: GroupPools, staging: HostArena | None, device: str) -> d
     if device == "cpu":
         return {(destination, source): HostCopier(memories[source], memories[destination], pools.group)
                 for destination, source in pairs}
+    if pools.primary.layer_first:
+        raise ConfigError(f"device={device!r}: copies to and from layer-first pools are made on the CPU only; use a block-first pool")
     cuda = load_cuda()
     return {(destination, source): CudaCopier(cuda, memories[source], memories[destination], pools.group)
             for destination, source in pairs}
@@ -127,19 +134,18 @@ def typed_blocks(memory: Memory, group: LayerGroup) -> torch.Tensor:
     return section_blocks(memory, group.sections[0])
 
 
-def section_rows(memory: Memory, section: BlockSection) -> Rows:
-    """One section of all blocks, uint8 ``[slots, section bytes]``; the primary pool has to be on the CPU."""
+def section_rows(memory: Memory, section: BlockSection) -> BlockRows:
+    """One section of all blocks; the primary pool has to be on the CPU."""
     if isinstance(memory, HostArena):
-        return memory.rows[:, section.offset:section.offset + section.num_bytes]
-    rows: Rows = _of(memory, section).rows.numpy()
-    return rows
+        return BlockRows(memory.rows[:, section.offset:section.offset + section.num_bytes])
+    return BlockRows(_of(memory, section).rows.numpy(), section.shape[0] if memory.layer_first else 0)
 
 
 def section_blocks(memory: Memory, section: BlockSection) -> torch.Tensor:
     """One section of all blocks, ``[slots, *section.shape]`` in the section's dtype."""
     if isinstance(memory, PrimaryPool):
         return _of(memory, section).tensor
-    rows = torch.from_numpy(section_rows(memory, section)).view(TORCH_DTYPES[section.dtype])
+    rows = torch.from_numpy(section_rows(memory, section).rows).view(TORCH_DTYPES[section.dtype])
     return rows.view(memory.num_slots, *section.shape)
 
 
