@@ -48,6 +48,8 @@ def _folder(text: str | None, option: str) -> Path | None:
 
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", parser=_json_file, help="Write all figures to FILE.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE", parser=_json_file,
+                                                       help="Draw the figures into FILE (png, svg, pdf).")]
 Quick = Annotated[bool, typer.Option("--quick", help="A short run, for a first look.")]
 
 
@@ -97,10 +99,10 @@ def doctor(directory: Annotated[str | None, typer.Option(metavar="DIR", help="Fo
 
 
 @bench.command("copy")
-def bench_copy(json: JsonFile = None, quick: Quick = False) -> None:
+def bench_copy(json: JsonFile = None, plot: PlotFile = None, quick: Quick = False) -> None:
     """Copies between primary and secondary beside a plain memory copy of the same block size."""
     from kvtier.bench.copy import run_copy
-    raise typer.Exit(run_copy(json_file=json, quick=quick))
+    raise typer.Exit(run_copy(json_file=json, quick=quick, plot_file=plot))
 
 
 @bench.command("nvme")
