@@ -140,7 +140,7 @@ def _measure(plans: Sequence[CopyPlan], quick: bool, json_file: Path | None, plo
     report.note("CPU figures: the primary pool is ordinary memory here, nothing crosses PCIe.")
     half = first.group.tokens_per_block // 2
     report.note("Primary slots are scattered, host slots follow one another, as the ledger hands them out; in rows called scattered both "
-                "are, in runs neither is. layer-first: the primary pool keeps each layer's pages together. partial: the first "
+                "are, in runs neither is. layers: the primary pool keeps each layer's pages together. partial: the first "
                 f"{half} of {first.group.tokens_per_block} tokens of every page. both-directions: offloading and onboarding at once. "
                 f"{LIMIT}: one call for each block, one thread for each direction, the same slots and bytes, its own buffers of the same "
                 "size. submit: what the calling thread spends, apart from the copy. noise: the limit against itself, in the same rounds.")

@@ -62,7 +62,7 @@ class Route:
         if self.num_tokens:
             return "partial"
         if self.layer_first:
-            return "layer-first"
+            return "layers"
         return "" if self.slots == "host" or self.source == self.destination else self.slots
 
 

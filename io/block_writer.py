@@ -18,7 +18,7 @@ from kvtier.io.slab import SlabFile, SlotHeader
 from kvtier.io.store_messages import BlockWrite
 from kvtier.pools.nvme_geometry import HEADER_BYTES
 
-RUN_BYTES: Final = 4 << 20
+RUN_BYTES: Final = 1 << 20
 """The most that one call writes, unless a single block is larger: a read that comes meanwhile waits for no more than this."""
 
 RUN_SLOTS: Final = 64

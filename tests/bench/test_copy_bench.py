@@ -36,7 +36,7 @@ def test_the_rows_are_named_as_the_design_says_and_each_stands_beside_memcpy(tmp
     assert list(rows) == [
         there, f"{there}/submit", f"{there}/noise", back, f"{back}/submit", f"{back}/noise",
         "copy/primary->primary/2MiB", "copy/primary->primary/2MiB/submit", f"{there}/runs", f"{there}/scattered", f"{back}/scattered",
-        "copy/both-directions/2MiB", "copy/primary->primary/2MiB/partial", f"{there}/layer-first", f"{back}/layer-first"]
+        "copy/both-directions/2MiB", "copy/primary->primary/2MiB/partial", f"{there}/layers", f"{back}/layers"]
     assert rows["copy/both-directions/2MiB"]["limit"]["name"] == "libc memcpy, 2 threads"
     for name, row in rows.items():
         assert 0.0 < row["low"] <= row["median"] <= row["high"]
@@ -151,8 +151,8 @@ def test_a_size_that_is_not_the_main_one_has_its_main_rows_only(tmp_path: Path) 
     figures = tmp_path / "copy.json"
     assert run_copy(figures, plan=[CopyPlan(8, 3, 3, SMALL_BLOCKS.group, is_main=False)]) == 0
     names = [row["name"] for row in json.loads(figures.read_text())["results"] if row["limit"]]
-    assert names == ["copy/primary->secondary/8KiB", "copy/secondary->primary/8KiB", "copy/primary->secondary/8KiB/layer-first",
-                     "copy/secondary->primary/8KiB/layer-first"]
+    assert names == ["copy/primary->secondary/8KiB", "copy/secondary->primary/8KiB", "copy/primary->secondary/8KiB/layers",
+                     "copy/secondary->primary/8KiB/layers"]
 
 
 def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
