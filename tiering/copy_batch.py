@@ -11,14 +11,15 @@ from kvtier.io.copiers import Copier, HostCopier
 from kvtier.io.faults import FaultOperation
 from kvtier.io.row_copier import Call
 from kvtier.io.streams import Event, Stream
-from kvtier.pools.pool_index import slot_of
+from kvtier.pools.pool_index import PoolIndex, level_of, slot_of
 from kvtier.tiering.transfer_graph import NodeState, TransferNode
+from kvtier.types import Level
 
 
 class FaultPoint(Protocol):
     """What is used of ``kvtier.io.faults.Faults`` here."""
 
-    def before(self, operation: FaultOperation) -> None:
+    def before(self, operation: FaultOperation, level: Level | None = None) -> None:
         """Sleep or raise ``OSError``, as the rules say."""
 
 
@@ -30,9 +31,10 @@ class CopyBatch:
         after: events of the other stream that have to be over first, without repetition.
         staging_slot: the source of the single node when its bytes were read from a file; -1 otherwise.
         seconds: how long the copy (on CUDA: its submission) took.
+        failure: why copying itself failed, and not something before it.
     """
 
-    __slots__ = ("_calls", "_copier", "_faults", "_is_plain", "_num_tokens", "_pairs", "after", "nodes", "route", "seconds",
+    __slots__ = ("_calls", "_copier", "_faults", "_is_plain", "_num_tokens", "_pairs", "after", "failure", "nodes", "route", "seconds",
                  "staging_slot", "stream")
 
     def __init__(self, route: int, stream: Stream, copier: Copier, faults: FaultPoint | None, num_tokens: int = 0,
@@ -43,6 +45,7 @@ class CopyBatch:
         self.after: dict[Event, None] = {}
         self.staging_slot = staging_slot
         self.seconds = 0.0
+        self.failure: Exception | None = None
         self._copier = copier
         self._faults = faults
         self._num_tokens = num_tokens
@@ -89,6 +92,7 @@ class CopyBatch:
                 else:
                     self._copier.copy(pairs, self._num_tokens)
             except Exception as error:
+                self.failure = error
                 for node in copied:
                     node.error = error
         self.seconds = time.perf_counter() - start
@@ -108,9 +112,10 @@ class CopyBatch:
         if self._faults is None:
             return None
         try:
-            self._faults.before(FaultOperation.COPY)
+            self._faults.before(FaultOperation.COPY, Level(level_of(PoolIndex(node.destination))))
         except OSError as error:
             failure = TransferError(f"{node.move}: the copy failed: {error}")
             failure.__cause__ = error
+            self.failure = failure
             return failure
         return None
