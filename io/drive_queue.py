@@ -23,7 +23,9 @@ _WINDOW_TURNS: Final = 8
 _WORTH_IT: Final = 1.05
 """One more operation at once has to bring this much throughput."""
 _NO_LOSS: Final = 0.98
-_LONGEST_REST: Final = 64
+_REST: Final = 8
+"""Windows between two trials, more after each one that was not worth it: a trial of one too few costs throughput."""
+_LONGEST_REST: Final = 256
 
 
 class AdaptiveDepth:
@@ -43,8 +45,8 @@ class AdaptiveDepth:
         self._step = 1
         self._before = 0  # the depth that a trial is held against; 0 while there is none
         self._rate = 0.0
-        self._rest = 1  # windows until the next trial
-        self._next_rest = 2
+        self._rest = _REST  # windows until the next trial
+        self._next_rest = 2 * _REST
         self._start = 0.0
         self._bytes = 0
         self._operations = 0
@@ -69,7 +71,7 @@ class AdaptiveDepth:
         if self._before:
             worth = _WORTH_IT if self.depth > self._before else _NO_LOSS
             if rate >= worth * self._rate:
-                self._rest, self._next_rest = 1, 2
+                self._rest, self._next_rest = _REST, 2 * _REST
             else:
                 self.depth = self._before
                 self._step = -self._step

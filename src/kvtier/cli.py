@@ -109,10 +109,10 @@ def bench_copy(json: JsonFile = None, plot: PlotFile = None, quick: Quick = Fals
 
 @bench.command("nvme")
 def bench_nvme(directory: Annotated[str | None, typer.Option(metavar="DIR", help="Folder on the drive to measure.")] = None,
-               json: JsonFile = None, quick: Quick = False) -> None:
+               json: JsonFile = None, plot: PlotFile = None, quick: Quick = False) -> None:
     """Block reads and writes beside raw direct I/O of the same size, bytes verified."""
     from kvtier.bench.nvme import run_nvme
-    raise typer.Exit(run_nvme(directory=_folder(directory, "--directory"), json_file=json, quick=quick))
+    raise typer.Exit(run_nvme(directory=_folder(directory, "--directory"), json_file=json, quick=quick, plot_file=plot))
 
 
 @bench.command("integrity")

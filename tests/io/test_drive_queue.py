@@ -31,20 +31,20 @@ def most_common(depths: list[int]) -> int:
 
 
 def test_a_drive_that_gains_from_every_operation_gets_as_many_as_there_may_be() -> None:
-    assert most_common(run_windows(AdaptiveDepth(8, 2), lambda depth: 1e9 * depth, 200)[100:]) == 8
+    assert most_common(run_windows(AdaptiveDepth(8, 2), lambda depth: 1e9 * depth, 300)[200:]) == 8
 
 
 def test_a_drive_that_gains_nothing_gets_one_at_a_time() -> None:
-    assert most_common(run_windows(AdaptiveDepth(8, 4), lambda _depth: 1e9, 200)[100:]) == 1
+    assert most_common(run_windows(AdaptiveDepth(8, 4), lambda _depth: 1e9, 400)[200:]) == 1
 
 
 def test_a_drive_that_gains_up_to_three_gets_three() -> None:
-    assert most_common(run_windows(AdaptiveDepth(8, 1), lambda depth: 1e9 * min(depth, 3), 400)[200:]) == 3
+    assert most_common(run_windows(AdaptiveDepth(8, 1), lambda depth: 1e9 * min(depth, 3), 600)[300:]) == 3
 
 
 def test_trials_become_rare_where_nothing_is_gained() -> None:
-    seen = run_windows(AdaptiveDepth(8, 3), lambda depth: 1e9 * min(depth, 3), 600)
-    assert sum(depth != 3 for depth in seen[:100]) > sum(depth != 3 for depth in seen[500:])
+    seen = run_windows(AdaptiveDepth(8, 3), lambda depth: 1e9 * min(depth, 3), 2000)
+    assert sum(depth != 3 for depth in seen[:200]) > sum(depth != 3 for depth in seen[1800:])
 
 
 def test_a_drive_that_is_not_kept_busy_is_not_judged() -> None:
