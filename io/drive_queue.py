@@ -16,7 +16,7 @@ YIELD_SECONDS: Final = 0.05
 """The longest that one write stands back behind reads: a load without end must not end all storing."""
 
 _PATIENCE: Final = 5.0
-"""Seconds after which an operation goes ahead whatever the depth: those before it hang, and depth is only about speed."""
+"""Seconds after which an operation takes the place of one before it: that one hangs, and depth is only about speed."""
 
 _WINDOW_BYTES: Final = 64 << 20
 _WINDOW_TURNS: Final = 8
@@ -109,6 +109,7 @@ class DriveQueue:
         self._read_depth = AdaptiveDepth(read_depth, start=2)
         self._write_depth = AdaptiveDepth(write_depth, start=write_depth)
         self._reading = self._writing = 0
+        self._hanging_reads = self._hanging_writes = 0
         self._waiting_reads = self._waiting_writes = 0
 
     @contextmanager
@@ -117,8 +118,10 @@ class DriveQueue:
         with self._read_turn:
             self._waiting_reads += 1
             try:
-                if self._reading >= self._read_depth.depth:
-                    self._read_turn.wait_for(lambda: self._reading < self._read_depth.depth, _PATIENCE)
+                if self._reading >= self._read_depth.depth \
+                        and not self._read_turn.wait_for(lambda: self._reading < self._read_depth.depth, _PATIENCE):
+                    self._reading -= 1
+                    self._hanging_reads += 1
             finally:
                 self._waiting_reads -= 1
             self._reading += 1
@@ -127,7 +130,10 @@ class DriveQueue:
         finally:
             with self._read_turn:
                 self._read_depth.note(num_bytes, self._clock(), self._waiting_reads > 0)
-                self._reading -= 1
+                if self._hanging_reads:  # one of those that were given up: all are alike
+                    self._hanging_reads -= 1
+                else:
+                    self._reading -= 1
                 if self._waiting_reads:
                     self._read_turn.notify(2)  # after a step up there are two places
                 elif self._waiting_writes and not self._reading:
@@ -142,8 +148,10 @@ class DriveQueue:
             try:
                 if self._reading or self._waiting_reads:
                     self._write_turn.wait_for(lambda: not self._reading and not self._waiting_reads, YIELD_SECONDS)
-                if self._writing >= self._write_depth.depth:
-                    self._write_turn.wait_for(lambda: self._writing < self._write_depth.depth, _PATIENCE)
+                if self._writing >= self._write_depth.depth \
+                        and not self._write_turn.wait_for(lambda: self._writing < self._write_depth.depth, _PATIENCE):
+                    self._writing -= 1
+                    self._hanging_writes += 1
             finally:
                 self._waiting_writes -= 1
             self._writing += 1
@@ -152,7 +160,10 @@ class DriveQueue:
         finally:
             with self._write_turn:
                 self._write_depth.note(num_bytes, self._clock(), self._waiting_writes > 0)
-                self._writing -= 1
+                if self._hanging_writes:
+                    self._hanging_writes -= 1
+                else:
+                    self._writing -= 1
                 if self._waiting_writes:
                     self._write_turn.notify_all()
 

@@ -8,6 +8,7 @@ its row is corruption, never routine. Every read verifies header and block, and 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ from types import TracebackType
 from typing import Final
 
 from kvtier.errors import CorruptBlock, TransferError
-from kvtier.io.block_writer import BlockWriter
+from kvtier.io.block_writer import RUN_BYTES, RUN_SLOTS, BlockWriter
 from kvtier.io.direct_file import Buffer
 from kvtier.io.drive_queue import DriveQueue
 from kvtier.io.faults import Faults
@@ -103,13 +104,39 @@ class NvmeStore:
         opened.manifest.faults = faults
         return cls(opened, sync, clock, drive)
 
-    def read_block(self, group: int, slot: int, key: bytes, out: Buffer) -> None:
+    def most_ahead(self, group: int) -> int:
+        """How many neighbouring slots :meth:`read_ahead` may take at once; 1 where it is not worth while."""
+        slab = self._slabs[group]
+        return 1 if slab.one_by_one else max(1, min(RUN_SLOTS, RUN_BYTES // slab.geometry.stride))
+
+    def read_ahead(self, group: int, first_slot: int, outs: Sequence[Buffer]) -> list[Buffer]:
+        """Read the slots from ``first_slot`` on with one call, without looking at what they hold.
+
+        Args:
+            group, first_slot: where from.
+            outs: for each slot uint8 [payload_bytes], contiguous.
+
+        Returns:
+            for each slot what :meth:`read_block` wants as ``arrived``.
+
+        Raises:
+            TransferError: the read failed; each block is to be read on its own then, so that each gets its own answer.
+        """
+        slab = self._slab_of(group, first_slot + len(outs) - 1)
+        with self._busy():
+            try:
+                return slab.read_ahead(first_slot, outs)
+            except (OSError, TransferError) as error:
+                raise TransferError(f"group {group}, slots {first_slot} to {first_slot + len(outs) - 1}: {error}") from error
+
+    def read_block(self, group: int, slot: int, key: bytes, out: Buffer, arrived: Buffer | None = None) -> None:
         """Read one block and verify magic, version, namespace, place, key, length and checksum.
 
         Args:
             group, slot, key: which block, and what it must be.
             out: uint8 [block_bytes] or [payload_bytes], contiguous; read in place when it is aligned. Garbage unless the
                 call returns.
+            arrived: of :meth:`read_ahead`, when it has read the block into ``out``: then it is only verified.
 
         Raises:
             CorruptBlock: it does not verify; names group, slot and what differed. The caller must call ``quarantine``.
@@ -120,7 +147,7 @@ class NvmeStore:
         with self._busy():
             self._require_stored(group, slot, key)
             try:
-                slab.read(slot, key, out)
+                slab.read(slot, key, out, arrived)
                 self._require_stored(group, slot, key)  # a block that a reset or a discard overtook is not served
             except CorruptBlock:
                 self._require_stored(group, slot, key)  # and its slot, perhaps in new use already, is not corrupt
@@ -376,13 +403,15 @@ class NvmeStore:
     def _write_data(self, items: Sequence[BlockWrite], positions: Sequence[int], errors: list[Exception | None]) -> list[ManifestRow]:
         """Write the blocks until one fails; what was not written gets an error. Returns the rows of what is complete."""
         # SQLite does not keep the sign of -0.0, and the row's digest would differ.
-        pending = [replace(items[position], expiry=float(items[position].expiry) + 0.0) for position in positions]
+        pending = [items[position] if math.copysign(1.0, items[position].expiry) > 0.0
+                   else replace(items[position], expiry=items[position].expiry + 0.0) for position in positions]
         outcome = self._writer.write(pending, self._clock())
         rows: list[ManifestRow] = []
         first = next((result for result in outcome if isinstance(result, Exception)), None)
         for position, item, result in zip(positions, pending, outcome, strict=True):
             if isinstance(result, SlotHeader):
-                rows.append(ManifestRow(item.group, item.slot, item.key, result.length, result.checksum, item.priority, item.expiry, 0))
+                rows.append(ManifestRow(item.group, item.slot, item.key, result.length, result.checksum, item.priority,
+                                        float(item.expiry), 0))
             elif result is None:
                 errors[position] = TransferError(f"group {item.group}, slot {item.slot}: not stored: an earlier write of the batch failed "
                                                  f"({first})")

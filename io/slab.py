@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -149,13 +149,32 @@ class SlabFile:
         header.pack_into(page)
         return header
 
-    def read(self, slot: int, key: bytes, out: Buffer) -> None:
+    def read_ahead(self, first_slot: int, outs: Sequence[Buffer]) -> list[Buffer]:
+        """Read neighbouring slots with one vectored call, verified only by :meth:`read` with their pages.
+
+        Args:
+            first_slot: of the blocks.
+            outs: for each slot uint8 [payload_bytes].
+
+        Returns:
+            the slots' header pages.
+
+        Raises:
+            TransferError, OSError: as :meth:`read`; nothing is known of any of the blocks then.
+        """
+        memory = aligned_buffer(len(outs) * HEADER_BYTES)
+        pages = [memory[start:start + HEADER_BYTES] for start in range(0, memory.nbytes, HEADER_BYTES)]
+        self.file.read(self.geometry.offset(first_slot), [buffer for pair in zip(pages, outs, strict=True) for buffer in pair])
+        return pages
+
+    def read(self, slot: int, key: bytes, out: Buffer, arrived: Buffer | None = None) -> None:
         """Read and verify one block.
 
         Args:
             slot: where from.
             key: chain key that the slot must hold, 32 bytes.
             out: uint8 [block_bytes], or [payload_bytes] to read in place; garbage unless the call returns.
+            arrived: the slot's header page from :meth:`read_ahead`, when the block is in ``out`` already.
 
         Raises:
             CorruptBlock: names group, slot and what differed.
@@ -164,8 +183,9 @@ class SlabFile:
         """
         geometry = self.geometry
         namespace_digest = self.namespace_digest
-        page = self._headers.page
-        self.file.read(geometry.offset(slot), [page, out])
+        page = arrived if arrived is not None else self._headers.page
+        if arrived is None:
+            self.file.read(geometry.offset(slot), [page, out])
         block = out[:geometry.block_bytes]
         differing = list(self._header_differences(page, slot, namespace_digest, key))
         if not differing:

@@ -21,6 +21,7 @@ from typing import Final, Self
 import torch
 
 from kvtier.errors import ConfigError, CorruptBlock, KVTierError, RequestError, TransferError
+from kvtier.io.block_writer import RUN_BYTES
 from kvtier.io.device import Device, open_device
 from kvtier.io.drive_queue import DriveQueue
 from kvtier.io.manifest import collector_paused
@@ -93,7 +94,7 @@ class TierCore:
             self.pools = open_group_pools(layout, sizes, device)
             undo.callback(self._close_pools)
             self.transfers = TransferManager(self._device, self.pools, self.store, faults=config.faults,
-                                             read_threads=config.read_threads, staging_blocks=config.read_threads + 2,
+                                             read_threads=config.read_threads, staging_blocks=config.read_threads + 2, staging_bytes=config.read_threads * RUN_BYTES,
                                              check_order=config.debug_checks)
             undo.pop_all()
         if config.faults is not None:

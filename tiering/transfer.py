@@ -49,6 +49,7 @@ class TransferManager:
         faults: injected into copies. The store has its own for files.
         read_threads: file reads at once.
         staging_blocks: blocks per group that may be between file and slot at once.
+        staging_bytes: of small blocks more, up to this size per group, so that neighbours can be read together.
         check_order: look at the order of all accesses a second time; LedgerError where nothing orders two of them.
 
     Raises:
@@ -56,7 +57,8 @@ class TransferManager:
     """
 
     def __init__(self, device: Device, pools: Sequence[GroupPools], store: BlockStore | None, *,
-                 faults: FaultPoint | None = None, read_threads: int = 2, staging_blocks: int = 4, check_order: bool = False) -> None:
+                 faults: FaultPoint | None = None, read_threads: int = 2, staging_blocks: int = 4, staging_bytes: int = 0,
+                 check_order: bool = False) -> None:
         if read_threads < 1 or staging_blocks < 1:
             raise ConfigError(f"read_threads={read_threads}, staging_blocks={staging_blocks}: both must be at least 1, "
                               "or nothing would ever be read from NVMe")
@@ -80,7 +82,7 @@ class TransferManager:
         self._files: FileWorkers | None = None
         with ExitStack() as undo:  # pinned memory and threads do not go away by themselves
             for size in self._block_bytes if store is not None else ():
-                self._staging.append(StagingPool(staging_blocks, size, pin=device.name != "cpu"))
+                self._staging.append(StagingPool(max(staging_blocks, staging_bytes // size), size, pin=device.name != "cpu"))
                 undo.callback(self._staging[-1].arena.close)
             self._copiers = [open_copiers(pool, self._staging[number].arena if self._staging else None, device.name)
                              for number, pool in enumerate(pools)]
