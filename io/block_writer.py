@@ -14,6 +14,7 @@ import numpy as np
 from kvtier.errors import TransferError
 from kvtier.io.cpu_stream import CpuEvent, CpuStream
 from kvtier.io.direct_file import Buffer, aligned_buffer
+from kvtier.io.manifest_rows import ManifestRow
 from kvtier.io.slab import SlabFile, SlotHeader
 from kvtier.io.store_messages import BlockWrite
 from kvtier.pools.nvme_geometry import HEADER_BYTES
@@ -120,7 +121,8 @@ class BlockWriter:
         slab = self._slabs[first.group]
         try:
             if len(run) == 1:
-                outcome[run[0]] = slab.write(first.slot, first.key, first.data, first.priority, first.expiry, written)
+                outcome[run[0]] = slab.write(first.slot, first.key, first.data, first.priority, _positive_zero(first.expiry),
+                                             written)
                 return True
             headers, buffers, offset, _ = self._prepare(items, run, written, pages)
             slab.file.write(offset, buffers)
@@ -141,9 +143,25 @@ class BlockWriter:
         for number, position in enumerate(run):
             item = items[position]
             page = pages[number * HEADER_BYTES:(number + 1) * HEADER_BYTES]
-            headers.append(slab.seal(page, item.slot, item.key, item.data, item.priority, item.expiry, written))
+            headers.append(slab.seal(page, item.slot, item.key, item.data, item.priority, _positive_zero(item.expiry), written))
             buffers += [page, item.data]
         return headers, buffers, slab.geometry.offset(items[run[0]].slot), slab
+
+
+def rows_of(items: Sequence[BlockWrite], outcome: Sequence[SlotHeader | Exception | None]) -> tuple[list[ManifestRow],
+                                                                                                      list[TransferError | None]]:
+    """What :meth:`BlockWriter.write` returned, as the rows of what is complete, and for each item why it is not stored, or None."""
+    rows: list[ManifestRow] = []
+    failures: list[TransferError | None] = []
+    first = next((result for result in outcome if isinstance(result, Exception)), None)
+    for item, result in zip(items, outcome, strict=True):
+        if isinstance(result, SlotHeader):
+            rows.append(ManifestRow(item.group, item.slot, item.key, result.length, result.checksum, item.priority, result.expiry, 0))
+            failures.append(None)
+            continue
+        reason = result if result is not None else f"an earlier write of the batch failed ({first})"
+        failures.append(TransferError(f"group {item.group}, slot {item.slot}: not stored: {reason}"))
+    return rows, failures
 
 
 class _Write:
@@ -163,6 +181,11 @@ class _Write:
 def _is_plain(slab: SlabFile, item: BlockWrite) -> bool:
     """Whether a block fills its place in the slab, so that the next slot's header can follow in the same call."""
     return isinstance(item.data, np.ndarray) and item.data.nbytes == slab.geometry.payload_bytes
+
+
+def _positive_zero(expiry: float) -> float:
+    """SQLite does not keep the sign of -0.0, and the digest of the row would differ."""
+    return float(expiry) + 0.0
 
 
 def _wait(event: CpuEvent) -> None:

@@ -8,24 +8,22 @@ its row is corruption, never routine. Every read verifies header and block, and 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
 from kvtier.errors import CorruptBlock, TransferError
-from kvtier.io.block_writer import RUN_BYTES, RUN_SLOTS, BlockWriter
+from kvtier.io.block_writer import RUN_BYTES, RUN_SLOTS, BlockWriter, rows_of
 from kvtier.io.direct_file import Buffer
 from kvtier.io.drive_queue import DriveQueue
 from kvtier.io.faults import Faults
 from kvtier.io.incident import Incident
 from kvtier.io.manifest import ManifestRow, Place, QuarantineRow, collector_paused
-from kvtier.io.slab import SlabFile, SlotHeader
+from kvtier.io.slab import SlabFile
 from kvtier.io.store_arguments import misfit, objection, runs_of_different_slots
 from kvtier.io.store_directory import deleted
 from kvtier.io.store_messages import BlockWrite, NvmeStats, StoredBlock
@@ -110,24 +108,23 @@ class NvmeStore:
         return 1 if slab.one_by_one else max(1, min(RUN_SLOTS, RUN_BYTES // slab.geometry.stride))
 
     def read_ahead(self, group: int, first_slot: int, outs: Sequence[Buffer]) -> list[Buffer]:
-        """Read the slots from ``first_slot`` on with one call, without looking at what they hold.
+        """Read neighbouring slots with one call, without looking at what they hold.
 
         Args:
-            group, first_slot: where from.
-            outs: for each slot uint8 [payload_bytes], contiguous.
+            group, first_slot, outs: where from, and for each slot uint8 [payload_bytes], contiguous.
 
         Returns:
             for each slot what :meth:`read_block` wants as ``arrived``.
 
         Raises:
-            TransferError: the read failed; each block is to be read on its own then, so that each gets its own answer.
+            TransferError: the read failed; read each block on its own then, so that each gets its own answer.
         """
         slab = self._slab_of(group, first_slot + len(outs) - 1)
         with self._busy():
             try:
                 return slab.read_ahead(first_slot, outs)
-            except (OSError, TransferError) as error:
-                raise TransferError(f"group {group}, slots {first_slot} to {first_slot + len(outs) - 1}: {error}") from error
+            except OSError as error:
+                raise TransferError(f"group {group}, {len(outs)} slots from {first_slot} on: {error}") from error
 
     def read_block(self, group: int, slot: int, key: bytes, out: Buffer, arrived: Buffer | None = None) -> None:
         """Read one block and verify magic, version, namespace, place, key, length and checksum.
@@ -402,23 +399,14 @@ class NvmeStore:
 
     def _write_data(self, items: Sequence[BlockWrite], positions: Sequence[int], errors: list[Exception | None]) -> list[ManifestRow]:
         """Write the blocks until one fails; what was not written gets an error. Returns the rows of what is complete."""
-        # SQLite does not keep the sign of -0.0, and the row's digest would differ.
-        pending = [items[position] if math.copysign(1.0, items[position].expiry) > 0.0
-                   else replace(items[position], expiry=items[position].expiry + 0.0) for position in positions]
+        pending = [items[position] for position in positions]
         outcome = self._writer.write(pending, self._clock())
-        rows: list[ManifestRow] = []
-        first = next((result for result in outcome if isinstance(result, Exception)), None)
-        for position, item, result in zip(positions, pending, outcome, strict=True):
-            if isinstance(result, SlotHeader):
-                rows.append(ManifestRow(item.group, item.slot, item.key, result.length, result.checksum, item.priority,
-                                        float(item.expiry), 0))
-            elif result is None:
-                errors[position] = TransferError(f"group {item.group}, slot {item.slot}: not stored: an earlier write of the batch failed "
-                                                 f"({first})")
-            else:
-                if result is first:
-                    self._pause.failed(f"Could not write group {item.group}, slot {item.slot}: {result}")
-                errors[position] = TransferError(f"group {item.group}, slot {item.slot}: not stored: {result}")
+        failed = next((number for number, result in enumerate(outcome) if isinstance(result, Exception)), None)
+        if failed is not None:
+            self._pause.failed(f"Could not write group {pending[failed].group}, slot {pending[failed].slot}: {outcome[failed]}")
+        rows, failures = rows_of(pending, outcome)
+        for position, failure in zip(positions, failures, strict=True):
+            errors[position] = failure
         return rows
 
     def _objection(self, item: BlockWrite) -> TransferError | None:

@@ -94,8 +94,8 @@ class TierCore:
             self.pools = open_group_pools(layout, sizes, device)
             undo.callback(self._close_pools)
             self.transfers = TransferManager(self._device, self.pools, self.store, faults=config.faults,
-                                             read_threads=config.read_threads, staging_blocks=config.read_threads + 2, staging_bytes=config.read_threads * RUN_BYTES,
-                                             check_order=config.debug_checks)
+                                             read_threads=config.read_threads, staging_blocks=config.read_threads + 2,
+                                             staging_bytes=config.read_threads * RUN_BYTES, check_order=config.debug_checks)
             undo.pop_all()
         if config.faults is not None:
             logger.warning("faults are injected into this cache (%s): %s. For trials only: blocks are really lost and files really deleted",

@@ -48,8 +48,7 @@ class TransferManager:
         store: the NVMe level; None without one.
         faults: injected into copies. The store has its own for files.
         read_threads: file reads at once.
-        staging_blocks: blocks per group that may be between file and slot at once.
-        staging_bytes: of small blocks more, up to this size per group, so that neighbours can be read together.
+        staging_blocks, staging_bytes: what may be between file and slot at once, per group; of small blocks, so many bytes.
         check_order: look at the order of all accesses a second time; LedgerError where nothing orders two of them.
 
     Raises:
