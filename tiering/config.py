@@ -28,6 +28,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from kvtier.errors import ConfigError
 from kvtier.io.fault_text import parse_faults
 from kvtier.io.faults import Faults
+from kvtier.pools.rate import parse_rate
 from kvtier.pools.sizing import SizeKind, check_group_shares, parse_size, parse_sizes, shown
 from kvtier.tiering.config_sources import (
     ENVIRONMENT_PREFIX,
@@ -91,7 +92,10 @@ class TierConfig(BaseSettings):
     nvme_sync: bool = False
     """Wait for the drive's own cache on every commit. Off: power loss may cost recent entries, never correctness."""
     nvme_write_bandwidth: str | None = None
-    """Bytes that are stored on NVMe per second at most, a size in bytes; None: as many as the drive takes. Loads are not counted."""
+    """Store at most so much on NVMe, such as "500MiB/s". None: as much as the drive takes. Loads are not counted."""
+    nvme_scrub_bandwidth: str | None = None
+    """Verify NVMe blocks in the background while nothing is being moved, reading at most so much, such as "50MiB/s". None: not at all;
+    ``kvtier store scrub`` does it while no process uses the directory."""
     read_threads: Annotated[int, Field(ge=1, le=256)] = 4
     """Threads that read and verify NVMe blocks. How many of them have a read in the drive at once is found by measuring."""
     write_ahead_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.25
@@ -156,10 +160,12 @@ class TierConfig(BaseSettings):
         return int(parse_size(self.nvme_free_space_reserve, "nvme_free_space_reserve").amount)
 
     @property
+    def nvme_scrub_bytes_per_second(self) -> float | None:
+        return None if self.nvme_scrub_bandwidth is None else parse_rate(self.nvme_scrub_bandwidth, "nvme_scrub_bandwidth")
+
+    @property
     def nvme_write_bytes_per_second(self) -> float | None:
-        if self.nvme_write_bandwidth is None:
-            return None
-        return float(parse_size(self.nvme_write_bandwidth, "nvme_write_bandwidth").amount)
+        return None if self.nvme_write_bandwidth is None else parse_rate(self.nvme_write_bandwidth, "nvme_write_bandwidth")
 
     def effective(self) -> list[tuple[str, str, str]]:
         """(key, value, source) of every key, in the order of this class: what an engine prints when it starts."""
@@ -190,14 +196,11 @@ class TierConfig(BaseSettings):
             raise ConfigError(f'nvme_free_space_reserve={value!r}: must be a size in bytes, for example "1GiB"')
         return value
 
-    @field_validator("nvme_write_bandwidth", mode="before")
+    @field_validator("nvme_scrub_bandwidth", "nvme_write_bandwidth", mode="before")
     @classmethod
-    def _check_bandwidth(cls, value: object) -> object:
+    def _check_bandwidth(cls, value: object, info: ValidationInfo) -> object:
         if value is not None:
-            size = parse_size(value, "nvme_write_bandwidth")
-            if size.kind is not SizeKind.BYTES or size.amount < 1:
-                raise ConfigError(f'nvme_write_bandwidth={value!r}: must be a size in bytes above 0, for example "500MiB"; to store '
-                                  'nothing set nvme="0 blocks"')
+            parse_rate(value, str(info.field_name))
         return value
 
     @field_validator("group_shares", mode="before")

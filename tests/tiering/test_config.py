@@ -283,7 +283,7 @@ def test_configuration_needs_no_torch() -> None:
 
 def test_the_write_bandwidth_is_a_size_in_bytes_or_nothing() -> None:
     assert TierConfig().nvme_write_bytes_per_second is None
-    assert TierConfig(nvme_write_bandwidth="1KiB").nvme_write_bytes_per_second == 1024.0
-    for wrong in ("10 blocks", "50%", "0GiB"):
+    assert TierConfig(nvme_write_bandwidth="1KiB/s").nvme_write_bytes_per_second == 1024.0
+    for wrong in ("10 blocks", "50%", "0GiB/s", "1GiB"):
         with pytest.raises(ConfigError, match="nvme_write_bandwidth"):
             TierConfig(nvme_write_bandwidth=wrong)
