@@ -1,7 +1,7 @@
 """``CpuStream``: a stream on the CPU, one worker thread that takes work from a queue.
 
 A copy releases the GIL, so what is to be done in Python after one copy can be done while the next one runs: a second thread
-calls back when there is a next one. Small blocks need it, whose bookkeeping takes about as long as a tenth of their copy.
+calls back when there is a next one. Small blocks need it: their bookkeeping takes a good part of the time of their copy.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class RowCopier:
     def _gathers(self, sources: Numbers, destinations: Numbers, cuts: Numbers) -> list[Call]:
         """One call for each stretch of neighbouring destinations.
 
-        Also where the sources are neighbours as well: beyond some 20 MiB in one call memmove goes past the caches, which was
-        slower than row by row. mode="clip": with the default, the result is buffered and copied once more.
+        Also where the sources are neighbours as well: beyond about the last-level cache's size one memmove goes past the caches, which
+        was slower than row by row. mode="clip": with the default, the result is buffered and copied once more.
         """
         return [partial(self._source_items.take, sources[start:end], None, self._destination_items[first:first + end - start], "clip")
                 for start, end, first in self._stretches(destinations, cuts)]
