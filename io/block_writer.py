@@ -104,9 +104,8 @@ class BlockWriter:
         for position in sorted(range(len(items)), key=lambda position: (items[position].group, items[position].slot)):
             item = items[position]
             slab = self._slabs[item.group]
-            most = max(1, min(RUN_SLOTS, RUN_BYTES // slab.geometry.stride))
-            joins = (last is not None and last.group == item.group and last.slot + 1 == item.slot and len(runs[-1]) < most
-                     and not slab.one_by_one and _is_plain(slab, item) and _is_plain(slab, last))
+            joins = (last is not None and last.group == item.group and last.slot + 1 == item.slot and len(runs[-1]) < slots_per_run(slab)
+                     and _is_plain(slab, item) and _is_plain(slab, last))
             if joins:
                 runs[-1].append(position)
             else:
@@ -146,6 +145,11 @@ class BlockWriter:
             headers.append(slab.seal(page, item.slot, item.key, item.data, item.priority, _positive_zero(item.expiry), written))
             buffers += [page, item.data]
         return headers, buffers, slab.geometry.offset(items[run[0]].slot), slab
+
+
+def slots_per_run(slab: SlabFile) -> int:
+    """How many neighbouring slots one call may read or write."""
+    return 1 if slab.one_by_one else max(1, min(RUN_SLOTS, RUN_BYTES // slab.geometry.stride))
 
 
 def rows_of(items: Sequence[BlockWrite], outcome: Sequence[SlotHeader | Exception | None]) -> tuple[list[ManifestRow],

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Final
 
 from kvtier.errors import CorruptBlock, TransferError
-from kvtier.io.block_writer import RUN_BYTES, RUN_SLOTS, BlockWriter, rows_of
+from kvtier.io.block_writer import BlockWriter, rows_of, slots_per_run
 from kvtier.io.direct_file import Buffer
 from kvtier.io.drive_queue import DriveQueue
 from kvtier.io.faults import Faults
@@ -105,8 +105,7 @@ class NvmeStore:
 
     def most_ahead(self, group: int) -> int:
         """How many neighbouring slots :meth:`read_ahead` may take at once; 1 where it is not worth while."""
-        slab = self._slabs[group]
-        return 1 if slab.one_by_one else max(1, min(RUN_SLOTS, RUN_BYTES // slab.geometry.stride))
+        return slots_per_run(self._slabs[group])
 
     def read_ahead(self, group: int, first_slot: int, outs: Sequence[Buffer]) -> list[Buffer]:
         """Read neighbouring slots with one call, without looking at what they hold.
@@ -145,7 +144,10 @@ class NvmeStore:
         with self._busy():
             self._require_stored(group, slot, key)
             try:
-                slab.read(slot, key, out, arrived)
+                if arrived is None:
+                    slab.read(slot, key, out)
+                else:
+                    slab.verify(slot, key, out, arrived)
                 self._require_stored(group, slot, key)  # a block that a reset or a discard overtook is not served
             except CorruptBlock:
                 self._require_stored(group, slot, key)  # and its slot, perhaps in new use already, is not corrupt

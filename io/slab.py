@@ -150,7 +150,7 @@ class SlabFile:
         return header
 
     def read_ahead(self, first_slot: int, outs: Sequence[Buffer]) -> list[Buffer]:
-        """Read neighbouring slots with one vectored call, verified only by :meth:`read` with their pages.
+        """Read neighbouring slots with one vectored call, to be verified by :meth:`verify`.
 
         Args:
             first_slot: of the blocks.
@@ -167,26 +167,36 @@ class SlabFile:
         self.file.read(self.geometry.offset(first_slot), [buffer for pair in zip(pages, outs, strict=True) for buffer in pair])
         return pages
 
-    def read(self, slot: int, key: bytes, out: Buffer, arrived: Buffer | None = None) -> None:
+    def read(self, slot: int, key: bytes, out: Buffer) -> None:
         """Read and verify one block.
 
         Args:
             slot: where from.
             key: chain key that the slot must hold, 32 bytes.
             out: uint8 [block_bytes], or [payload_bytes] to read in place; garbage unless the call returns.
-            arrived: the slot's header page from :meth:`read_ahead`, when the block is in ``out`` already.
 
         Raises:
             CorruptBlock: names group, slot and what differed.
             TransferError: the file ends inside the slot.
             OSError: the system could not read.
         """
-        geometry = self.geometry
         namespace_digest = self.namespace_digest
-        page = arrived if arrived is not None else self._headers.page
-        if arrived is None:
-            self.file.read(geometry.offset(slot), [page, out])
-        block = out[:geometry.block_bytes]
+        page = self._headers.page
+        self.file.read(self.geometry.offset(slot), [page, out])
+        self._verify(page, slot, namespace_digest, key, out)
+
+    def verify(self, slot: int, key: bytes, out: Buffer, page: Buffer) -> None:
+        """Verify one block that :meth:`read_ahead` has read. CorruptBlock as of :meth:`read`.
+
+        Args:
+            slot, key, out: as of :meth:`read`.
+            page: the slot's header page.
+        """
+        self._verify(page, slot, self.namespace_digest, key, out)
+
+    def _verify(self, page: Buffer, slot: int, namespace_digest: bytes, key: bytes, out: Buffer) -> None:
+        """Raise CorruptBlock unless header and block are what they must be."""
+        block = out[:self.geometry.block_bytes]
         differing = list(self._header_differences(page, slot, namespace_digest, key))
         if not differing:
             checksum = block_checksum(block, key, self.group, slot)
