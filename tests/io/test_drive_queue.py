@@ -67,6 +67,13 @@ def start(work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
+def wait_for(reached: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_no_more_than_the_depth_are_in_the_drive_at_once() -> None:
     queue = DriveQueue(2, 2)
     inside = most = 0
@@ -105,14 +112,11 @@ def test_a_load_that_waits_overtakes_stores(monkeypatch: pytest.MonkeyPatch) -> 
             order.append("store")
 
     threads = [start(lambda: read("first load", release))]
-    while not order:
-        time.sleep(0.001)
+    wait_for(lambda: order)
     threads.append(start(write))
-    while not queue._waiting_writes:
-        time.sleep(0.001)
+    wait_for(lambda: queue._waiting_writes)
     threads.append(start(lambda: read("second load", release)))
-    while not queue._waiting_reads:
-        time.sleep(0.001)
+    wait_for(lambda: queue._waiting_reads)
     release.set()
     for thread in threads:
         thread.join(20.0)
@@ -128,8 +132,7 @@ def test_loads_without_end_do_not_end_all_storing() -> None:
             release.wait(20.0)
 
     reader = start(read)
-    while not queue._reading:
-        time.sleep(0.001)
+    wait_for(lambda: queue._reading)
     with queue.writing(BLOCK):
         stored = True
     release.set()
