@@ -158,16 +158,22 @@ class FileWorkers:
 
     def _run_reader(self) -> None:
         while run := self._reads.get_run(self._most_ahead):
-            for node, arrival in self._arrivals(run):
-                buffer: int | None = -1
-                try:
-                    buffer = self._read(node, arrival)
-                except Exception as error:
-                    node.error = error
-                if buffer is not None:
-                    self._hand_back(self._read_over, node, buffer)
-                del node, arrival
-            del run
+            self._read_run(run)
+            del run  # an idle thread keeps nothing alive
+
+    def _read_run(self, run: list[TransferNode]) -> None:
+        """Read what was taken together, and hand back each as soon as it is over."""
+        arrivals = self._arrivals(run)
+        for position, (node, arrival) in enumerate(arrivals):
+            buffer: int | None = -1
+            try:
+                buffer = self._read(node, arrival, run[position + 1:len(arrivals)])
+            except Exception as error:
+                node.error = error
+            if buffer is None:  # it hung, and those behind it have been handed back, too
+                self._give_back(arrivals[position + 1:])
+                return
+            self._hand_back(self._read_over, node, buffer)
 
     def _arrivals(self, run: list[TransferNode]) -> list[tuple[TransferNode, _Arrival | None]]:
         """Read a run of neighbours with one call, as far as there are buffers; the rest waits again. Each node with what came of it:
@@ -186,8 +192,7 @@ class FileWorkers:
             return [(run[0], None)]
         self._reads.put_back(run[len(buffers):])
         run = run[:len(buffers)]
-        for node in run:
-            self._reading.begin(node, len(run))
+        self._reading.begin(run[0], len(run), run[1:])
         start = time.perf_counter()
         pages: Sequence[npt.NDArray[np.uint8]] = ()
         try:
@@ -196,20 +201,22 @@ class FileWorkers:
         except Exception as error:
             _log.debug("group %d: %d slots could not be read at once: %s", group, len(run), error)
         share = (time.perf_counter() - start) / len(run)
-        arrivals: list[tuple[TransferNode, _Arrival | None]] = []
-        for number, (node, buffer) in enumerate(zip(run, buffers, strict=True)):
-            is_awaited = self._reading.end(node)  # otherwise it hung, and has been handed back long since
-            if is_awaited and pages:
-                arrivals.append((node, _Arrival(buffer, pages[number], share)))
-                continue
+        if not self._reading.end(run[0]):  # it hung, and all have been handed back long since
+            pages, run = (), []
+        if pages:
+            return [(node, _Arrival(buffer, page, share)) for node, buffer, page in zip(run, buffers, pages, strict=True)]
+        for buffer in buffers:
             staging.give_back(buffer)
-            if is_awaited:
-                arrivals.append((node, None))
-        return arrivals
+        return [(node, None) for node in run]
 
-    def _read(self, node: TransferNode, arrival: _Arrival | None) -> int | None:
+    def _give_back(self, arrivals: list[tuple[TransferNode, _Arrival | None]]) -> None:
+        for node, arrival in arrivals:
+            if arrival is not None:
+                self._staging[node.group].give_back(arrival.buffer)
+
+    def _read(self, node: TransferNode, arrival: _Arrival | None, behind: list[TransferNode]) -> int | None:
         """Read one block into a staging buffer, or only verify it there; returns the buffer, also after a failed read. None after
-        one that hung: the node has been handed back long since."""
+        one that hung: the node and those behind it have been handed back long since."""
         lost = node.source_failure()
         if lost is not None:
             if arrival is not None:
@@ -222,7 +229,7 @@ class FileWorkers:
         slot = slot_of(move.source)
         start = time.perf_counter()
         failure: Exception | None = None
-        self._reading.begin(node)
+        self._reading.begin(node, behind=behind)
         try:
             out = staging.arena.padded_rows[buffer]
             if arrival is None:

@@ -8,6 +8,7 @@ and its memory until it returns, and nobody listens to it then.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from kvtier.tiering.transfer_graph import TransferNode
@@ -27,15 +28,18 @@ class HangWatch:
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._running: dict[TransferNode, float] = {}  # until when
-        self._overdue: dict[TransferNode, float] = {}
+        self._running: dict[TransferNode, tuple[float, Sequence[TransferNode]]] = {}  # until when, and who waits behind it
+        self._overdue: dict[TransferNode, None] = {}  # one for each thread that hangs
 
-    def begin(self, node: TransferNode, num_blocks: int = 1) -> None:
-        """A thread is about to begin this node's file operation, which is that of so many blocks."""
-        self._running[node] = time.monotonic() + HANG_SECONDS * (1.0 + (num_blocks - 1) * _FURTHER_BLOCK)
+    def begin(self, node: TransferNode, num_blocks: int = 1, behind: Sequence[TransferNode] = ()) -> None:
+        """A thread is about to begin this node's file operation, which is that of so many blocks.
+
+        ``behind``: nodes that the thread has taken too. They are in no queue, and nobody else would ever hear of them.
+        """
+        self._running[node] = (time.monotonic() + HANG_SECONDS * (1.0 + (num_blocks - 1) * _FURTHER_BLOCK), behind)
 
     def end(self, node: TransferNode) -> bool:
-        """It is over. False when it had been overdue: it has been reported, and nobody listens any more."""
+        """It is over. False when it had been overdue: it and those behind it have been reported, and nobody listens any more."""
         is_awaited = self._running.pop(node, None) is not None
         self._overdue.pop(node, None)
         return is_awaited
@@ -45,16 +49,17 @@ class HangWatch:
         return node in self._running
 
     def overdue(self) -> list[TransferNode]:
-        """Operations that have become overdue since the last call. One thread asks."""
+        """Operations that have become overdue since the last call, each with those behind it. One thread asks."""
         now = time.monotonic()
-        found = []
-        for node, end in list(self._running.items()):
+        found: list[TransferNode] = []
+        for node, (end, _) in list(self._running.items()):
             if end < now:
-                self._overdue[node] = end  # first: its thread takes it out of here when it returns
-                if self._running.pop(node, None) is None:
+                self._overdue[node] = None  # first: its thread takes it out of here when it returns
+                taken = self._running.pop(node, None)
+                if taken is None:
                     self._overdue.pop(node, None)
                 else:
-                    found.append(node)
+                    found += [node, *taken[1]]
         return found
 
     @property

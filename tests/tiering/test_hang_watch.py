@@ -58,6 +58,17 @@ def test_it_is_stuck_while_every_thread_hangs(now: list[float]) -> None:
     assert not watch.is_stuck
 
 
+def test_what_its_thread_has_taken_too_is_reported_with_it_and_is_one_thread(now: list[float]) -> None:
+    watch, taken, other = HangWatch(2), [node(1), node(2), node(3)], node(4)
+    watch.begin(taken[0], behind=taken[1:])
+    now[0] += 31.0
+    assert watch.overdue() == taken
+    assert not watch.is_stuck  # the second thread reads on
+    watch.begin(other)
+    assert watch.end(other)
+    assert not watch.end(taken[0])
+
+
 def test_every_operation_has_exactly_one_end_however_close_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang_watch, "HANG_SECONDS", 0.0)
     watch, listened, told = HangWatch(4), [], []

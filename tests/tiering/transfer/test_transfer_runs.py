@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.errors import TransferError
 from kvtier.pools.pool_index import pool_index
+from kvtier.tiering import hang_watch
 
 Make = Callable[..., Any]
 
@@ -77,6 +78,39 @@ def test_one_that_is_not_there_fails_alone(rig: Any) -> None:
     rig.transfers.issue([rig.move(N(slot), P(slot)) for slot in (2, 3, 4)])
     rig.store.read_gate.set()
     assert [result.error is None for _, result in sorted(rig.settle().items())] == [True, True, False, True]
+
+
+@pytest.mark.parametrize("fails_together", [False, True], ids=["together", "on its own"])
+def test_a_read_that_hangs_takes_only_those_along_that_its_thread_has(make_rig: Make, monkeypatch: pytest.MonkeyPatch,
+                                                                       fails_together: bool) -> None:
+    monkeypatch.setattr(hang_watch, "HANG_SECONDS", 0.2)
+    rig = make_rig(primary=16, ahead=3, read_threads=2, staging_blocks=8)
+    store, hangs = rig.store, threading.Event()
+    read_ahead, read_block = store.read_ahead, store.read_block
+
+    def hanging_read_ahead(group: int, first_slot: int, outs: Any) -> Any:
+        if fails_together:
+            raise TransferError("not together")
+        hangs.wait(20.0)
+        return read_ahead(group, first_slot, outs)
+
+    def hanging_read_block(group: int, slot: int, key: bytes, out: Any, arrived: Any = None) -> None:
+        if fails_together and slot == 2:
+            hangs.wait(20.0)
+        read_block(group, slot, key, out, arrived)
+
+    monkeypatch.setattr(store, "read_ahead", hanging_read_ahead)
+    monkeypatch.setattr(store, "read_block", hanging_read_block)
+    for slot in (2, 3, 4, 9):
+        rig.fill(N(slot), slot + 1)
+    with rig.transfers._files._reads._filled:  # no reader looks before all three are there
+        rig.transfers.issue([rig.move(N(slot), P(slot)) for slot in (2, 3, 4)])
+    assert rig.transfers.idle(10.0)  # nobody waits for ever for what stands behind the one that hangs
+    rig.transfers.issue([rig.move(N(9), P(9))])
+    assert rig.transfers.idle(10.0)  # the other thread reads on
+    assert [result.error is None for _, result in sorted(rig.settle().items())] == [False, False, False, True]
+    assert rig.value(P(9)) == 10
+    hangs.set()
 
 
 def test_with_few_buffers_the_rest_of_a_run_waits_its_turn(make_rig: Make) -> None:
