@@ -30,6 +30,7 @@ from kvtier.bench.report import Report, check_writable, require_memory, size_nam
 from kvtier.errors import ConfigError, KVTierError, TransferError
 from kvtier.io.direct_file import refuses_direct
 from kvtier.io.faults import Faults
+from kvtier.io.gds_probe import MEMORY_FILE_SYSTEMS
 from kvtier.io.nvme_store import BlockWrite, NvmeStore
 from kvtier.io.store_directory import expand
 from kvtier.io.store_open import default_reserve
@@ -37,7 +38,6 @@ from kvtier.pools.host_arena import HostArena
 from kvtier.pools.host_memory import free_disk_bytes, mount_of
 from kvtier.pools.nvme_geometry import PAGE_BYTES, NvmeGeometry
 from kvtier.pools.sizing import format_bytes
-from kvtier.tiering.doctor import MEMORY_FILE_SYSTEMS
 from kvtier.tiering.file_workers import MAX_WRITE_BATCH
 
 OURS: Final = "kvtier"
