@@ -1,7 +1,8 @@
 """Copiers, chosen from a (destination level, source level) table: whole and partial block copies between memories.
 
 The table has no entry for a file. What comes from NVMe is read and verified into staging memory first, so the entries
-with NVMe as their source copy from staging slots. A block of several sections (block scales, say) is copied row by row
+with NVMe as their source copy from staging slots; DIRECT stands for staging memory that files are read into, and written from,
+without the host. A block of several sections (block scales, say) is copied row by row
 between host memories, and section by section where one end is the primary pool.
 """
 
@@ -16,9 +17,11 @@ import torch
 
 from kvtier.io.copy_runs import Run, check_slots, coalesce, rows_per_run
 from kvtier.io.cuda_copier import CudaCopier
+from kvtier.io.cuda_copier import Memory as AnyMemory
 from kvtier.io.cuda_stream import load_cuda
 from kvtier.kernels.partial_copy import copy_partial_blocks
 from kvtier.pools.block_sections import BlockSection
+from kvtier.pools.device_arena import DeviceArena
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.layout import LayerGroup
@@ -27,6 +30,9 @@ from kvtier.pools.primary import TORCH_DTYPES, PrimaryPool, SectionPool
 
 Rows = npt.NDArray[np.uint8]
 Memory = PrimaryPool | HostArena
+
+DIRECT: Final = 3
+"""Beside the levels in the table of copiers: staging memory of the direct way between device and NVMe."""
 
 GATHER_BYTES: Final = 64 << 20
 """The most that one gathering call moves: large enough that handing the GIL back and forth does not count, small enough
@@ -129,27 +135,37 @@ class RowCopier:
         np.take(self._source, sources, axis=0, out=self._destination[first:first + len(sources)], mode="clip")
 
 
-def open_copiers(pools: GroupPools, staging: HostArena | None, device: str) -> dict[tuple[int, int], Copier]:
+def open_copiers(pools: GroupPools, staging: HostArena | None, device: str,
+                 direct: HostArena | DeviceArena | None = None) -> dict[tuple[int, int], Copier]:
     """The copiers of one group by (destination level, source level).
 
     Args:
         pools: memory of the group.
         staging: where blocks read from NVMe arrive; None without an NVMe level.
         device: a device's name, as ``Device.name`` gives it.
+        direct: staging memory of the direct way, on the device or (with device "cpu") the host; None without one.
     """
-    memories: dict[int, Memory] = {PRIMARY: pools.primary}
+    memories: dict[int, AnyMemory] = {PRIMARY: pools.primary}
     if pools.secondary is not None:
         memories[SECONDARY] = pools.secondary
     pairs = [(destination, source) for destination in memories for source in memories]
     if staging is not None:
         pairs += [(destination, NVME) for destination in memories]
         memories[NVME] = staging
+    if direct is not None:
+        pairs += [(PRIMARY, DIRECT), (DIRECT, PRIMARY)]
+        memories[DIRECT] = direct
     if device == "cpu":
-        return {(destination, source): HostCopier(memories[source], memories[destination], pools.group)
+        return {(destination, source): HostCopier(_of_host(memories[source]), _of_host(memories[destination]), pools.group)
                 for destination, source in pairs}
     cuda = load_cuda()
     return {(destination, source): CudaCopier(cuda, memories[source], memories[destination], pools.group)
             for destination, source in pairs}
+
+
+def _of_host(memory: AnyMemory) -> Memory:
+    assert not isinstance(memory, DeviceArena), "on the CPU there is no device memory"
+    return memory
 
 
 def num_slots(memory: Memory) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 
 from kvtier.errors import CorruptBlock, TransferError
 from kvtier.io.direct_file import Buffer
+from kvtier.io.direct_row import DirectRow
 from kvtier.io.faults import Faults
 from kvtier.io.manifest import ManifestRow, Place, QuarantineRow, collector_paused
 from kvtier.io.slab import SlabFile
@@ -59,7 +60,8 @@ class NvmeStore:
         self._hits: dict[Place, int] = {}
         self._unsaved_quarantine: dict[Place, QuarantineRow] = {}
         self._counts = dict.fromkeys(("read_blocks", "read_bytes", "written_blocks", "written_bytes", "read_errors",
-                                      "checksum_failures", "write_errors"), 0)
+                                      "checksum_failures", "write_errors", "gds_read_blocks",
+                                      "gds_written_blocks"), 0)
 
     @classmethod
     def open(cls, directory: str | Path, namespace: str, geometries: Sequence[NvmeGeometry], *, faults: Faults | None = None,
@@ -86,13 +88,13 @@ class NvmeStore:
         opened = open_store(directory, namespace, geometries, faults=faults, free_space_reserve=free_space_reserve, sync=sync)
         return cls(opened, sync, clock)
 
-    def read_block(self, group: int, slot: int, key: bytes, out: Buffer) -> None:
+    def read_block(self, group: int, slot: int, key: bytes, out: Buffer | DirectRow) -> None:
         """Read one block and verify magic, version, namespace, place, key, length and checksum.
 
         Args:
             group, slot, key: which block, and what it must be.
-            out: uint8 [block_bytes] or [payload_bytes], contiguous; read in place when it is aligned. Garbage unless the
-                call returns.
+            out: uint8 [block_bytes] or [payload_bytes], contiguous; read in place when it is aligned; or a direct row. Garbage
+                unless the call returns.
 
         Raises:
             CorruptBlock: it does not verify; names group, slot and what differed. The caller must call ``quarantine``.
@@ -100,7 +102,7 @@ class NvmeStore:
                 or short read the caller calls ``quarantine`` too, which does nothing where no block is stored.
         """
         slab = self._slab_of(group, slot)
-        if not _fits(out, slab.geometry) or not out.flags.writeable:
+        if not _fits(out, slab.geometry) or (isinstance(out, np.ndarray) and not out.flags.writeable):
             raise TransferError(f"group {group}, slot {slot}: cannot read into {_describe(out)}; it must be contiguous writable uint8 "
                                 f"of {slab.geometry.block_bytes} or {slab.geometry.payload_bytes} bytes")
         with self._busy():
@@ -117,7 +119,7 @@ class NvmeStore:
                 raise TransferError(f"group {group}, slot {slot}: read failed: {error}") from error
             with self._gate:
                 self._hits[group, slot] = self._hits.get((group, slot), 0) + 1
-            self._count(read_blocks=1, read_bytes=slab.geometry.block_bytes)
+            self._count(read_blocks=1, read_bytes=slab.geometry.block_bytes, gds_read_blocks=not isinstance(out, np.ndarray))
 
     def write_blocks(self, items: Sequence[BlockWrite]) -> list[Exception | None]:
         """Store blocks: delete the rows their slots had, write the blocks, add their rows. Two commits for the whole batch.
@@ -227,6 +229,11 @@ class NvmeStore:
         return not self._closed and self._pause.allows_writes
 
     @property
+    def slab_paths(self) -> list[Path]:
+        """The files of the groups, by number: for whoever reads and writes their blocks by another way."""
+        return [slab.file.path for slab in self._slabs]
+
+    @property
     def directory(self) -> Path:
         """Where the store lies."""
         return self._home.path
@@ -241,7 +248,8 @@ class NvmeStore:
         return NvmeStats(stored_blocks=rows - still_rows, quarantined_slots=quarantined + len(unsaved),
                          write_pauses=self._pause.pauses,
                          dropped_rows=self._opened.dropped_rows, recovered_rows=self._opened.recovered_rows,
-                         direct=all(slab.file.direct for slab in self._slabs), **counts)
+                         direct=all(slab.file.direct for slab in self._slabs),
+                         gds_detours=sum(slab.detours for slab in self._slabs), **counts)
 
     def close(self, timeout: float) -> bool:
         """Let running calls finish, save hit counts, close all files, give up the lock. New calls fail at once. Idempotent.
@@ -306,7 +314,8 @@ class NvmeStore:
             for position in pending:
                 errors[position] = TransferError(f"not stored: could not {step}: {error}")
             return
-        self._count(written_blocks=len(rows), written_bytes=sum(row.length for row in rows))
+        self._count(written_blocks=len(rows), written_bytes=sum(row.length for row in rows),
+                    gds_written_blocks=sum(not isinstance(items[position].data, np.ndarray) for position in pending))
         if whole:
             self._pause.succeeded()
 
@@ -422,10 +431,14 @@ def _runs_of_different_slots(items: Sequence[BlockWrite]) -> list[list[int]]:
     return runs
 
 
-def _fits(buffer: Buffer, geometry: NvmeGeometry) -> bool:
+def _fits(buffer: Buffer | DirectRow, geometry: NvmeGeometry) -> bool:
+    if not isinstance(buffer, np.ndarray):
+        return buffer.nbytes == geometry.payload_bytes
     return (buffer.dtype == np.uint8 and buffer.ndim == 1 and buffer.flags.c_contiguous
             and buffer.nbytes in (geometry.block_bytes, geometry.payload_bytes))
 
 
-def _describe(buffer: Buffer) -> str:
+def _describe(buffer: Buffer | DirectRow) -> str:
+    if not isinstance(buffer, np.ndarray):
+        return f"a direct row of {buffer.nbytes} bytes"
     return f"{'' if buffer.flags.c_contiguous else 'strided '}{buffer.dtype} {list(buffer.shape)}"

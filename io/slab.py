@@ -7,6 +7,7 @@ another model or from before a reset all end as ``CorruptBlock``.
 
 from __future__ import annotations
 
+import logging
 import struct
 import threading
 from collections.abc import Iterator
@@ -16,11 +17,14 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.errors import ConfigError, CorruptBlock
+from kvtier.errors import ConfigError, CorruptBlock, TransferError
 from kvtier.io.checksum import ALGORITHM, CHECKSUM_BYTES, block_checksum, page_checksum
 from kvtier.io.direct_file import Buffer, DirectFile, aligned_buffer
+from kvtier.io.direct_row import DirectRow
 from kvtier.io.faults import FaultOperation, Faults
 from kvtier.pools.nvme_geometry import HEADER_BYTES, NvmeGeometry
+
+_log = logging.getLogger(__name__)
 
 MAGIC: Final = b"KVTSLOT\0"
 FORMAT_VERSION: Final = 1
@@ -108,6 +112,13 @@ class SlabFile:
         self.file = DirectFile(path, create=True, direct=direct)
         self._faults = faults
         self._headers = _HeaderPages()
+        self._direct_lock = threading.Lock()
+        self._detours = 0
+
+    @property
+    def detours(self) -> int:
+        """Blocks that the direct way refused and that went through the host instead."""
+        return self._detours
 
     def require_size(self, num_slots: int) -> None:
         """Check that the file is long enough for ``num_slots`` slots.
@@ -120,39 +131,57 @@ class SlabFile:
             raise ConfigError(f"{self.file.path} has {size} bytes but its {num_slots} slots need {expected}: the file was truncated. "
                               f"Restore it, or delete it to start this group empty")
 
-    def write(self, slot: int, key: bytes, data: Buffer, priority: int, expiry: float, written: float) -> SlotHeader:
-        """Write header and block with one vectored call and return the header. Nobody may change ``data`` meanwhile.
+    def write(self, slot: int, key: bytes, data: Buffer | DirectRow, priority: int, expiry: float, written: float) -> SlotHeader:
+        """Write header and block with one vectored call (a direct row and its header with two) and return the header. Nobody may change
+        ``data`` meanwhile.
 
         Args:
             slot: where to; nobody may be reading it and no manifest row may point at it.
             key: chain key, 32 bytes.
-            data: uint8 [block_bytes], or [payload_bytes] with padding behind the block (an aligned row travels in place).
+            data: uint8 [block_bytes], or [payload_bytes] with padding behind the block (an aligned row travels in place); or a direct row.
             priority, expiry, written: see :class:`SlotHeader`.
 
         Raises:
             OSError, TransferError: as :meth:`DirectFile.write`; the slot's content is undefined then.
         """
         geometry = self.geometry
-        checksum = block_checksum(data[:geometry.block_bytes], key, self.group, slot)
+        checksum = (block_checksum(data[:geometry.block_bytes], key, self.group, slot) if isinstance(data, np.ndarray)
+                    else data.checksum(key, self.group, slot))
         header = SlotHeader(self.group, slot, key, geometry.block_bytes, self.namespace_digest, checksum, priority, expiry, written)
         page = self._headers.page
         header.pack_into(page)
         if self._faults is not None:
             self._faults.before(FaultOperation.WRITE)
             travelling = aligned_buffer(data.nbytes)  # the caller's bytes stay right: only what reaches the file is flipped
-            travelling[:] = data
+            travelling[:] = data if isinstance(data, np.ndarray) else data.to_host()
             self._faults.corrupt(FaultOperation.WRITE, travelling[:geometry.block_bytes])
-            data = travelling
-        self.file.write(geometry.offset(slot), [page, data])
+            if isinstance(data, np.ndarray):
+                data = travelling
+            else:
+                data.from_host(travelling)  # a copy of the block already: nobody else's bytes
+        if isinstance(data, np.ndarray):
+            self.file.write(geometry.offset(slot), [page, data])
+        else:
+            self._write_direct(geometry.offset(slot), page, data)
         return header
 
-    def read(self, slot: int, key: bytes, out: Buffer) -> None:
+    def _write_direct(self, offset: int, page: Buffer, row: DirectRow) -> None:
+        """The block from its row, then the header. What the direct way refuses goes through the host, and that is said and counted."""
+        try:
+            row.start_write(offset + HEADER_BYTES).wait()
+        except TransferError as error:
+            self._note_detour(error)
+            self.file.write(offset, [page, row.to_host()])
+            return
+        self.file.write(offset, [page])
+
+    def read(self, slot: int, key: bytes, out: Buffer | DirectRow) -> None:
         """Read and verify one block.
 
         Args:
             slot: where from.
             key: chain key that the slot must hold, 32 bytes.
-            out: uint8 [block_bytes], or [payload_bytes] to read in place; garbage unless the call returns.
+            out: uint8 [block_bytes], or [payload_bytes] to read in place; or a direct row. Garbage unless the call returns.
 
         Raises:
             CorruptBlock: names group, slot and what differed.
@@ -164,18 +193,46 @@ class SlabFile:
         page = self._headers.page
         if self._faults is not None:
             self._faults.before(FaultOperation.READ)
-        self.file.read(geometry.offset(slot), [page, out])
-        block = out[:geometry.block_bytes]
+        if isinstance(out, np.ndarray):
+            self.file.read(geometry.offset(slot), [page, out])
+        else:
+            self._read_direct(geometry.offset(slot), page, out)
         if self._faults is not None:
-            self._faults.corrupt(FaultOperation.READ, block)
+            arrived = out if isinstance(out, np.ndarray) else out.to_host()
+            self._faults.corrupt(FaultOperation.READ, arrived[:geometry.block_bytes])
+            if not isinstance(out, np.ndarray):
+                out.from_host(arrived)
         differing = list(self._header_differences(page, slot, namespace_digest, key))
         if not differing:
-            checksum = block_checksum(block, key, self.group, slot)
+            checksum = (block_checksum(out[:geometry.block_bytes], key, self.group, slot) if isinstance(out, np.ndarray)
+                        else out.checksum(key, self.group, slot))
             stored = SlotHeader.unpack(page).checksum
             if checksum != stored:
                 differing.append(f"checksum of the block is {checksum.hex()} instead of {stored.hex()}")
         if differing:
             raise CorruptBlock(f"group {self.group}, slot {slot} of {self.file.path}: {'; '.join(differing)}. The block is not served")
+
+    def _read_direct(self, offset: int, page: Buffer, row: DirectRow) -> None:
+        """The block into its row, and the header meanwhile. What the direct way refuses is read through the host, said and counted."""
+        try:
+            reading = row.start_read(offset + HEADER_BYTES)
+            try:
+                self.file.read(offset, [page])
+            finally:
+                reading.wait()  # also after an error of the other one: the row is in use until then
+        except TransferError as error:
+            arrived = aligned_buffer(row.nbytes)
+            self.file.read(offset, [page, arrived])
+            row.from_host(arrived)
+            self._note_detour(error)  # not before: a file that is too short is too short for both ways
+
+    def _note_detour(self, error: TransferError) -> None:
+        with self._direct_lock:
+            self._detours += 1
+            is_first = self._detours == 1
+        if is_first:
+            _log.warning("%s: the direct way failed, and the block went through the host; more of them are only counted: %s",
+                         self.file.path, error)
 
     def read_header(self, slot: int) -> SlotHeader | None:
         """The header of a slot when it is intact and belongs here (place, namespace, length, algorithm), else ``None``.

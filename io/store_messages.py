@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier.io.direct_file import Buffer
+from kvtier.io.direct_row import DirectRow
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class BlockWrite:
     Attributes:
         group, slot: where to.
         key: chain key of the content, 32 bytes.
-        data: uint8 [block_bytes], contiguous; or [payload_bytes], a padded row, which travels in place when it is aligned.
+        data: uint8 [block_bytes], contiguous; or [payload_bytes], a padded row, which travels in place when it is aligned; or a direct
+            row, which travels without the host.
         priority: of the block.
         expiry: wall-clock seconds, 0.0 for none.
     """
@@ -23,7 +25,7 @@ class BlockWrite:
     group: int
     slot: int
     key: bytes
-    data: Buffer
+    data: Buffer | DirectRow
     priority: int
     expiry: float
 
@@ -59,3 +61,6 @@ class NvmeStats:
     dropped_rows: int       #: given up when the store was opened
     recovered_rows: int     #: found by their slot headers when the store was opened
     direct: bool            #: every slab is read and written past the page cache
+    gds_read_blocks: int    #: of those read, the ones for a direct row
+    gds_written_blocks: int
+    gds_detours: int        #: of both, how many the direct way refused: they went through the host
