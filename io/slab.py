@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -112,13 +112,10 @@ class SlabFile:
         self.file = DirectFile(path, create=True, direct=direct)
         self._faults = faults
         self._headers = _HeaderPages()
-        self._direct_lock = threading.Lock()
-        self._detours = 0
-
-    @property
-    def detours(self) -> int:
-        """Blocks that the direct way refused and that went through the host instead."""
-        return self._detours
+        self._has_faults = faults is not None
+        self._detours_lock = threading.Lock()
+        self.detours = 0
+        """Blocks of direct rows that KvikIO refused and that went through the host instead."""
 
     def require_size(self, num_slots: int) -> None:
         """Check that the file is long enough for ``num_slots`` slots.
@@ -145,35 +142,22 @@ class SlabFile:
             OSError, TransferError: as :meth:`DirectFile.write`; the slot's content is undefined then.
         """
         geometry = self.geometry
-        checksum = (block_checksum(data[:geometry.block_bytes], key, self.group, slot) if isinstance(data, np.ndarray)
-                    else data.checksum(key, self.group, slot))
+        if not isinstance(data, np.ndarray):
+            if self._has_faults:  # they happen in the host's calls
+                return self.write(slot, key, data.to_host(), priority, expiry, written)
+            return self._write_row(slot, key, data, priority, expiry, written)
+        checksum = block_checksum(data[:geometry.block_bytes], key, self.group, slot)
         header = SlotHeader(self.group, slot, key, geometry.block_bytes, self.namespace_digest, checksum, priority, expiry, written)
         page = self._headers.page
         header.pack_into(page)
         if self._faults is not None:
             self._faults.before(FaultOperation.WRITE)
             travelling = aligned_buffer(data.nbytes)  # the caller's bytes stay right: only what reaches the file is flipped
-            travelling[:] = data if isinstance(data, np.ndarray) else data.to_host()
+            travelling[:] = data
             self._faults.corrupt(FaultOperation.WRITE, travelling[:geometry.block_bytes])
-            if isinstance(data, np.ndarray):
-                data = travelling
-            else:
-                data.from_host(travelling)  # a copy of the block already: nobody else's bytes
-        if isinstance(data, np.ndarray):
-            self.file.write(geometry.offset(slot), [page, data])
-        else:
-            self._write_direct(geometry.offset(slot), page, data)
+            data = travelling
+        self.file.write(geometry.offset(slot), [page, data])
         return header
-
-    def _write_direct(self, offset: int, page: Buffer, row: DirectRow) -> None:
-        """The block from its row, then the header. What the direct way refuses goes through the host, and that is said and counted."""
-        try:
-            row.start_write(offset + HEADER_BYTES).wait()
-        except TransferError as error:
-            self._note_detour(error)
-            self.file.write(offset, [page, row.to_host()])
-            return
-        self.file.write(offset, [page])
 
     def read(self, slot: int, key: bytes, out: Buffer | DirectRow) -> None:
         """Read and verify one block.
@@ -189,31 +173,58 @@ class SlabFile:
             OSError: the system could not read.
         """
         geometry = self.geometry
+        if not isinstance(out, np.ndarray):
+            self._read_row(slot, key, out)
+            return
         namespace_digest = self.namespace_digest
         page = self._headers.page
         if self._faults is not None:
             self._faults.before(FaultOperation.READ)
-        if isinstance(out, np.ndarray):
-            self.file.read(geometry.offset(slot), [page, out])
-        else:
-            self._read_direct(geometry.offset(slot), page, out)
+        self.file.read(geometry.offset(slot), [page, out])
+        block = out[:geometry.block_bytes]
         if self._faults is not None:
-            arrived = out if isinstance(out, np.ndarray) else out.to_host()
-            self._faults.corrupt(FaultOperation.READ, arrived[:geometry.block_bytes])
-            if not isinstance(out, np.ndarray):
-                out.from_host(arrived)
+            self._faults.corrupt(FaultOperation.READ, block)
+        self._verify(page, slot, namespace_digest, key, lambda: block_checksum(block, key, self.group, slot))
+
+    def _verify(self, page: Buffer, slot: int, namespace_digest: bytes, key: bytes, checksum_of_block: Callable[[], bytes]) -> None:
+        """Raise CorruptBlock unless header and block are what they must be."""
         differing = list(self._header_differences(page, slot, namespace_digest, key))
         if not differing:
-            checksum = (block_checksum(out[:geometry.block_bytes], key, self.group, slot) if isinstance(out, np.ndarray)
-                        else out.checksum(key, self.group, slot))
+            checksum = checksum_of_block()
             stored = SlotHeader.unpack(page).checksum
             if checksum != stored:
                 differing.append(f"checksum of the block is {checksum.hex()} instead of {stored.hex()}")
         if differing:
             raise CorruptBlock(f"group {self.group}, slot {slot} of {self.file.path}: {'; '.join(differing)}. The block is not served")
 
-    def _read_direct(self, offset: int, page: Buffer, row: DirectRow) -> None:
-        """The block into its row, and the header meanwhile. What the direct way refuses is read through the host, said and counted."""
+    # -- direct rows: blocks that travel through KvikIO, with the header page through the host ---------------------------------
+
+    def _write_row(self, slot: int, key: bytes, row: DirectRow, priority: int, expiry: float, written: float) -> SlotHeader:
+        """The block out of its row, then the header. What KvikIO refuses goes through the host, and that is said and counted."""
+        header = SlotHeader(self.group, slot, key, self.geometry.block_bytes, self.namespace_digest, row.checksum(key, self.group, slot),
+                            priority, expiry, written)
+        page = self._headers.page
+        header.pack_into(page)
+        offset = self.geometry.offset(slot)
+        try:
+            row.start_write(offset + HEADER_BYTES).wait()
+        except TransferError as error:
+            self.file.write(offset, [page, row.to_host()])
+            self._note_detour(error)
+        else:
+            self.file.write(offset, [page])
+        return header
+
+    def _read_row(self, slot: int, key: bytes, row: DirectRow) -> None:
+        """The block into its row, and the header meanwhile. What KvikIO refuses is read through the host, said and counted."""
+        namespace_digest = self.namespace_digest
+        page = self._headers.page
+        offset = self.geometry.offset(slot)
+        if self._has_faults:  # they happen in the host's calls
+            arrived = aligned_buffer(row.nbytes)
+            self.read(slot, key, arrived)
+            row.from_host(arrived)
+            return
         try:
             reading = row.start_read(offset + HEADER_BYTES)
             try:
@@ -225,14 +236,15 @@ class SlabFile:
             self.file.read(offset, [page, arrived])
             row.from_host(arrived)
             self._note_detour(error)  # not before: a file that is too short is too short for both ways
+        self._verify(page, slot, namespace_digest, key, lambda: row.checksum(key, self.group, slot))
 
     def _note_detour(self, error: TransferError) -> None:
-        with self._direct_lock:
-            self._detours += 1
-            is_first = self._detours == 1
+        with self._detours_lock:
+            self.detours += 1
+            is_first = self.detours == 1
         if is_first:
-            _log.warning("%s: the direct way failed, and the block went through the host; more of them are only counted: %s",
-                         self.file.path, error)
+            _log.warning("%s: KvikIO failed, and the block went through the host; more of them are only counted: %s", self.file.path,
+                         error)
 
     def read_header(self, slot: int) -> SlotHeader | None:
         """The header of a slot when it is intact and belongs here (place, namespace, length, algorithm), else ``None``.
