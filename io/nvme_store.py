@@ -228,10 +228,9 @@ class NvmeStore:
         """False for a while after the drive refused a write (30 s, doubling up to 10 minutes), and once closed."""
         return not self._closed and self._pause.allows_writes
 
-    @property
-    def slab_paths(self) -> list[Path]:
-        """The files of the groups, by number: for whoever reads and writes their blocks by another way."""
-        return [slab.file.path for slab in self._slabs]
+    def slabs(self) -> list[tuple[Path, NvmeGeometry]]:
+        """Files and shapes by group, for whoever moves blocks by another way."""
+        return [(slab.file.path, slab.geometry) for slab in self._slabs]
 
     @property
     def directory(self) -> Path:

@@ -108,7 +108,11 @@ class TierConfig(BaseSettings):
     event_buffer_max_size: Annotated[int, Field(ge=0, le=1 << 30)] = 1024
     """Most events kept for ``poll_events``; 0 turns events off."""
     gds: Literal["required", "auto", "off"] = "auto"
-    """GPUDirect Storage: fail without it, use it where it works, or never. Not included yet: "required" is refused, "auto" is "off"."""
+    """GPUDirect Storage: fail without it, use it where a probe of the directory has shown that it works, or never."""
+    gds_threads: Annotated[int, Field(ge=1, le=256)] = 8
+    """With GPUDirect: threads of KvikIO in this process."""
+    gds_task_size: str = "1MiB"
+    """With GPUDirect: what one of those threads moves at a time; a size in bytes."""
     policy: Literal["default", "lru"] = "default"
     """Which content is given up first. Both are the same for now: of the lowest priority, the least recently used."""
     request_directory_root: Path | None = None
@@ -173,6 +177,14 @@ class TierConfig(BaseSettings):
     def _check_reserve(cls, value: object) -> object:
         if parse_size(value, "nvme_free_space_reserve").kind is not SizeKind.BYTES:
             raise ConfigError(f'nvme_free_space_reserve={value!r}: must be a size in bytes, for example "1GiB"')
+        return value
+
+    @field_validator("gds_task_size", mode="before")
+    @classmethod
+    def _check_task_size(cls, value: object) -> object:
+        size = parse_size(value, "gds_task_size")
+        if size.kind is not SizeKind.BYTES or size.amount < 4096 or size.amount % 4096:
+            raise ConfigError(f'gds_task_size={value!r}: must be a multiple of 4096 bytes, for example "1MiB"')
         return value
 
     @field_validator("group_shares", mode="before")

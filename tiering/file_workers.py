@@ -17,8 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import TransferError
+from kvtier.io.copiers import DIRECT
+from kvtier.io.direct_row import DirectRow
 from kvtier.pools.pool_index import PoolIndex, slot_of
-from kvtier.tiering.staging import StagingPool
+from kvtier.tiering.direct_writes import DirectWrites
+from kvtier.tiering.staging import DirectStaging, Staging, StagingPool
 from kvtier.tiering.transfer_graph import TransferNode, Work
 
 if TYPE_CHECKING:
@@ -44,8 +47,8 @@ class BlockStore(Protocol):
     def accepts_writes(self) -> bool:
         """False for a while after the disk was full or failing: stores are shed, loads are not."""
 
-    def read_block(self, group: int, slot: int, key: bytes, out: npt.NDArray[np.uint8]) -> None:
-        """Fill ``out`` (uint8, a padded row of a ``HostArena``) with the verified block. Thread-safe.
+    def read_block(self, group: int, slot: int, key: bytes, out: npt.NDArray[np.uint8] | DirectRow) -> None:
+        """Fill ``out`` (uint8, a padded row of a ``HostArena``, or a direct row) with the verified block. Thread-safe.
 
         Raises:
             CorruptBlock, TransferError: ``out`` is garbage.
@@ -72,17 +75,22 @@ class FileWorkers:
         read_over: called by a reader thread, no lock held, with the node (its error set if it failed) and its staging
             buffer (-1: none). Takes the buffer over.
         writes_over: called by the writer thread, no lock held, with nodes whose errors are set where they failed.
+        direct: buffers of the direct way by group, for reads.
+        direct_writes: the direct way for writes.
     """
 
     def __init__(self, store: BlockStore, staging: Sequence[StagingPool],
                  secondary: Sequence[npt.NDArray[np.uint8] | None], read_threads: int,
                  read_over: Callable[[TransferNode, int], None],
-                 writes_over: Callable[[list[TransferNode]], None]) -> None:
+                 writes_over: Callable[[list[TransferNode]], None], direct: Sequence[DirectStaging] = (),
+                 direct_writes: DirectWrites | None = None) -> None:
         # Not at the top: it brings SQLite with it, and a cache without an NVMe level needs none.
         from kvtier.io.nvme_store import BlockWrite
         self._block_write = BlockWrite
         self._store = store
         self._staging = staging
+        self._direct = direct
+        self._direct_writes = direct_writes
         self._secondary = secondary
         self._read_over = read_over
         self._writes_over = writes_over
@@ -145,21 +153,21 @@ class FileWorkers:
         failure = node.source_failure()
         if failure is not None:
             raise failure
-        staging = self._staging[node.group]
+        staging: Staging = self._direct[node.group] if node.via == DIRECT else self._staging[node.group]
         buffer = self._take_buffer(staging, node)
         move = node.move
         assert move is not None
         slot = slot_of(move.source)
         start = time.perf_counter()
         try:
-            self._store.read_block(node.group, slot, move.key, staging.arena.padded_rows[buffer])
+            self._store.read_block(node.group, slot, move.key, staging.target(buffer))
         except Exception as error:
             node.error = error
             self._quarantine(node.group, slot, error)
         node.seconds = time.perf_counter() - start
         return buffer
 
-    def _take_buffer(self, staging: StagingPool, node: TransferNode) -> int:
+    def _take_buffer(self, staging: Staging, node: TransferNode) -> int:
         deadline = time.monotonic() + PATIENCE
         while not self._closing:
             buffer = staging.take(_LOOK_UP)
@@ -222,7 +230,9 @@ class FileWorkers:
                 node.error = cancelled(node)
             return
         self._discard([node for node in batch if node.work is Work.DISCARD])
-        writes = [node for node in batch if node.work is Work.WRITE]
+        writes = [node for node in batch if node.work is Work.WRITE and node.via != DIRECT]
+        if self._direct_writes is not None:
+            self._direct_writes.write([node for node in batch if node.work is Work.WRITE and node.via == DIRECT])
         if not writes:
             return
         if not self._store.accepts_writes:

@@ -12,20 +12,24 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError, TransferError
-from kvtier.io.copiers import open_copiers
+from kvtier.io.copiers import DIRECT, open_copiers
 from kvtier.io.device import Device, EngineStream
 from kvtier.io.streams import Event, Stream
 from kvtier.pools.group_pools import GroupPools
-from kvtier.pools.pool_index import LEVEL_NAMES, NVME, SECONDARY, PoolIndex, level_of, pool_index
+from kvtier.pools.pool_index import LEVEL_NAMES, NVME, PRIMARY, SECONDARY, PoolIndex, level_of, pool_index, slot_of
 from kvtier.tiering.copy_batch import CopyBatch, FaultPoint
+from kvtier.tiering.direct_writes import WRITE_ROWS, DirectWrites
 from kvtier.tiering.file_workers import BlockStore, FileWorkers, cancelled
 from kvtier.tiering.ledger.moves import Discard, Move
-from kvtier.tiering.staging import StagingPool
+from kvtier.tiering.staging import DirectStaging, Staging, StagingPool
 from kvtier.tiering.transfer_graph import NodeState, TransferGraph, TransferNode, Work
 from kvtier.tiering.transfer_results import CompletionQueue, MoveResult, TransferCounters
+
+if TYPE_CHECKING:
+    from kvtier.io.gds import GdsPath
 
 __all__ = ["MoveResult", "TransferCounters", "TransferManager"]
 
@@ -47,13 +51,15 @@ class TransferManager:
         faults: injected into copies. The store has its own for files.
         read_threads: file reads at once.
         staging_blocks: blocks per group that may be between file and slot at once.
+        gds: the direct way between primary level and NVMe, with memory for ``staging_blocks + WRITE_ROWS`` blocks of each group; None
+            without one. The caller closes it after this.
 
     Raises:
         ConfigError: fewer than one read thread or staging block, or no memory for the staging blocks.
     """
 
     def __init__(self, device: Device, pools: Sequence[GroupPools], store: BlockStore | None, *,
-                 faults: FaultPoint | None = None, read_threads: int = 2, staging_blocks: int = 4) -> None:
+                 faults: FaultPoint | None = None, read_threads: int = 2, staging_blocks: int = 4, gds: GdsPath | None = None) -> None:
         if read_threads < 1 or staging_blocks < 1:
             raise ConfigError(f"read_threads={read_threads}, staging_blocks={staging_blocks}: both must be at least 1, "
                               "or nothing would ever be read from NVMe")
@@ -72,12 +78,15 @@ class TransferManager:
         self._closing = False
         self._abandoned = False
         self._staging: list[StagingPool] = []
+        direct_groups = gds.groups if gds is not None else []
+        self._direct = [DirectStaging(group, range(staging_blocks)) for group in direct_groups]
         self._files: FileWorkers | None = None
         with ExitStack() as undo:  # pinned memory and threads do not go away by themselves
             for size in self._block_bytes if store is not None else ():
                 self._staging.append(StagingPool(staging_blocks, size, pin=device.name != "cpu"))
                 undo.callback(self._staging[-1].arena.close)
-            self._copiers = [open_copiers(pool, self._staging[number].arena if self._staging else None, device.name)
+            self._copiers = [open_copiers(pool, self._staging[number].arena if self._staging else None, device.name,
+                                          direct_groups[number].arena if direct_groups else None)
                              for number, pool in enumerate(pools)]
             self._offload = device.stream("offload")
             undo.callback(self._offload.close, 1.0)
@@ -85,8 +94,10 @@ class TransferManager:
             undo.pop_all()
         if store is not None:
             secondary = [pool.secondary.padded_rows if pool.secondary is not None else None for pool in pools]
+            rows = [DirectStaging(group, range(staging_blocks, staging_blocks + WRITE_ROWS)) for group in direct_groups]
+            writes = DirectWrites(store, rows, self._copy_out) if rows else None
             self._files = FileWorkers(store, self._staging, secondary, read_threads, self._read_over,
-                                      self._writes_over)
+                                      self._writes_over, self._direct, writes)
 
     # -- issuing ---------------------------------------------------------------------------------------------------------
 
@@ -118,14 +129,18 @@ class TransferManager:
         source, destination = level_of(record.source), level_of(record.destination)
         if destination == NVME:
             work = Work.WRITE
-            exists = source == SECONDARY and self._files is not None and (SECONDARY, SECONDARY) in self._copiers[record.group]
+            exists = ((source == SECONDARY and self._files is not None and (SECONDARY, SECONDARY) in self._copiers[record.group])
+                      or (source == PRIMARY and bool(self._direct)))
         else:
             work = Work.READ if source == NVME else Work.COPY
             exists = (destination, source) in self._copiers[record.group]
         if not exists:
             raise TransferError(f"{record}: group {record.group} has no way from {LEVEL_NAMES[source]} to "
                                 f"{LEVEL_NAMES[destination]}")
-        return TransferNode(work, record.number, record.group, record.source, record.destination, record)
+        node = TransferNode(work, record.number, record.group, record.source, record.destination, record)
+        if self._direct and {source, destination} == {PRIMARY, NVME}:
+            node.via = DIRECT
+        return node
 
     def _start(self, node: TransferNode) -> None:
         """Nothing holds the node back: batch a copy, queue a file operation. Lock held."""
@@ -195,10 +210,20 @@ class TransferManager:
         assert move is not None
         assert buffer >= 0 or node.error is not None
         destination = level_of(move.destination)
-        batch = CopyBatch(node.group << 4 | destination << 2 | NVME, self._onboard, self._copiers[node.group][destination, NVME],
+        batch = CopyBatch(node.group << 4 | destination << 2 | NVME, self._onboard, self._copiers[node.group][destination, node.via],
                           self._faults, move.num_tokens, buffer)
         batch.add(node)
         self._submit(batch)
+
+    def _copy_out(self, node: TransferNode, buffer: int) -> Event:
+        """Copy a primary slot into the direct way's memory, for the writer thread, behind what wrote the slot."""
+        with self._lock:
+            if self._abandoned:
+                raise cancelled(node)
+            copier = self._copiers[node.group][DIRECT, PRIMARY]
+            pairs = [(slot_of(PoolIndex(node.source)), buffer)]
+            after = tuple([earlier.event for earlier in node.depends if earlier.event is not None and not earlier.event.is_done()])
+            return self._offload.submit(lambda: copier.copy(pairs), after)
 
     def _hold_no_longer(self, node: TransferNode) -> None:
         for dependent in self._graph.release(node):
@@ -223,7 +248,9 @@ class TransferManager:
                 node.seconds += share
                 self._finish(node)
             if batch.staging_slot >= 0:
-                self._staging[batch.nodes[0].group].give_back(batch.staging_slot)
+                node = batch.nodes[0]
+                staging: Staging = self._direct[node.group] if node.via == DIRECT else self._staging[node.group]
+                staging.give_back(batch.staging_slot)
             self._changed.notify_all()
         self._tell_listeners()
 

@@ -50,7 +50,7 @@ def large(nvme):
 
 @pytest.fixture
 def path(large, kvikio) -> Iterator[GdsPath]:
-    made = GdsPath.of_host(kvikio, large.open().slab_paths, large.geometries, 4, TASK)
+    made = GdsPath.of_host(kvikio, [path for path, _geometry in large.open().slabs()], large.geometries, 4, TASK)
     yield made
     made.close()
 

@@ -40,7 +40,7 @@ def direct(nvme, kvikio: KvikioDouble) -> Iterator[Callable[[NvmeStore], GdsPath
     made: list[GdsPath] = []
 
     def make(store: NvmeStore) -> GdsPath:
-        made.append(GdsPath.of_host(kvikio, store.slab_paths, nvme.geometries, 2, TASK))
+        made.append(GdsPath.of_host(kvikio, [path for path, _geometry in store.slabs()], nvme.geometries, 2, TASK))
         return made[-1]
 
     yield make
@@ -128,7 +128,7 @@ def test_a_file_that_ends_too_early_is_an_error_of_both_ways_and_no_detour(nvme,
     store = nvme.open()
     key = nvme.fill(store)[0, 7]
     path = direct(store)
-    with store.slab_paths[0].open("r+b") as file:
+    with store.slabs()[0][0].open("r+b") as file:
         file.truncate(7 * nvme.geometries[0].stride + 4096 + 100)
     with pytest.raises(TransferError, match="short read"):
         read_direct(store, path, 0, 7, key)
@@ -158,27 +158,24 @@ def test_an_injected_failure_hits_the_direct_way_like_the_other(nvme, direct) ->
 def test_a_row_of_another_size_is_refused(nvme, direct) -> None:
     store = nvme.open(geometries=[nvme.geometries[0], dataclasses.replace(nvme.geometries[0], block_bytes=12288)])
     nvme.fill(store)
-    wrong = GdsPath.of_host(KvikioDouble(), store.slab_paths, store_geometries(store), 1, TASK)
+    paths, geometries = zip(*store.slabs(), strict=True)
+    wrong = GdsPath.of_host(KvikioDouble(), paths, geometries, 1, TASK)
     with pytest.raises(TransferError, match="a direct row of 12288 bytes"):
         store.read_block(0, 0, nvme.key((0, 0)), wrong.groups[1].rows[0])
     wrong.close()
-
-
-def store_geometries(store: NvmeStore):
-    return [slab.geometry for slab in store._slabs]
 
 
 def test_a_slab_that_kvikio_cannot_open_is_a_reason_and_leaves_nothing_open(nvme, kvikio: KvikioDouble) -> None:
     store = nvme.open()
     kvikio.open_error = RuntimeError("cuFileHandleRegister failed")
     with pytest.raises(GdsUnavailable, match="cuFileHandleRegister failed"):
-        GdsPath.of_host(kvikio, store.slab_paths, nvme.geometries, 2, TASK)
+        GdsPath.of_host(kvikio, [path for path, _geometry in store.slabs()], nvme.geometries, 2, TASK)
     assert kvikio.files == []
 
 
 def test_closing_twice_closes_once(nvme, kvikio: KvikioDouble) -> None:
     store = nvme.open()
-    path = GdsPath.of_host(kvikio, store.slab_paths, nvme.geometries, 2, TASK)
+    path = GdsPath.of_host(kvikio, [path for path, _geometry in store.slabs()], nvme.geometries, 2, TASK)
     path.close()
     path.close()
     assert [file.closed for file in kvikio.files] == [True, True]
