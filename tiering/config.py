@@ -91,7 +91,8 @@ class TierConfig(BaseSettings):
     read_threads: Annotated[int, Field(ge=1, le=256)] = 2
     """Threads that read and verify NVMe blocks."""
     write_ahead_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.25
-    """Share of the secondary level that ``refresh`` keeps clean (also on NVMe), coldest first; 0: none."""
+    """Share of the secondary level (without one, of the primary level) that ``refresh`` keeps clean, that is also on NVMe, coldest
+    first; 0: none."""
 
     secondary_offload_min_priority: Priority = 35
     """Blocks below this priority are dropped instead of going to the secondary level."""
@@ -222,9 +223,9 @@ class TierConfig(BaseSettings):
         secondary = parse_sizes(self.secondary, "secondary")
         for group, size in enumerate(nvme):
             beside = secondary[group] if group < len(secondary) else secondary[-1]
-            if size.amount and not beside.amount:
-                raise ConfigError(f"nvme={self.nvme!r} with secondary={self.secondary!r}: NVMe without a secondary "
-                                  'level needs GDS, which is not included yet; set for example secondary="4GiB"')
+            if size.amount and not beside.amount and self.gds != "required":
+                raise ConfigError(f"nvme={self.nvme!r} with secondary={self.secondary!r}: NVMe without a secondary level needs "
+                                  'GPUDirect Storage; set for example secondary="4GiB", or gds="required"')
         return self
 
     @model_validator(mode="wrap")

@@ -390,5 +390,6 @@ def _sizes(layout: KVLayout, config: TierConfig, device: str) -> PoolSizes:
         free_bytes = free_disk_bytes(config.nvme_directory) + occupied_bytes(config.nvme_directory)
         disk_bytes = max(free_bytes - config.nvme_free_space_reserve_bytes, 0)
     free = FreeSpace(host.available_bytes, host.limited_by, device_bytes, disk_bytes)
-    sizes = resolve_sizes(layout, config.primary, config.secondary, config.nvme, free, config.group_shares, config.max_tokens)
+    sizes = resolve_sizes(layout, config.primary, config.secondary, config.nvme, free, config.group_shares, config.max_tokens,
+                          has_direct_nvme=config.gds == "required")
     return sizes if config.allreduce_min is None else minimum_over_ranks(sizes, config.allreduce_min, layout)

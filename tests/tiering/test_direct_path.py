@@ -232,6 +232,102 @@ def test_a_wish_that_cannot_be_fulfilled_is_served_counted_and_said_once(make_ca
     assert cache.stats().leases == 0
 
 
+# -- NVMe below the device, and nothing between ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_bare(make_cache: MakeCache, directly: None, monkeypatch: pytest.MonkeyPatch) -> MakeCache:
+    """``make_bare(primary, nvme, ...)``: caches without a secondary level."""
+    monkeypatch.setattr(core, "require_possible", lambda *_arguments: None)
+    return lambda primary, nvme, **settings: make_cache(primary, 0, nvme, gds="required", **settings)
+
+
+def test_nvme_without_a_secondary_level_wants_the_direct_way(make_cache: MakeCache) -> None:
+    for gds in ("auto", "off"):
+        with pytest.raises(ConfigError, match=r"needs GPUDirect Storage; set .*gds=\"required\""):
+            make_cache(8, 0, 16, gds=gds)
+
+
+def test_blocks_go_down_to_nvme_and_come_back_right_also_after_a_restart(make_bare: MakeCache) -> None:
+    cache = make_bare(8, 32, write_ahead_share=1.0)
+    engine = ToyEngine(cache)
+    for user in range(6):
+        engine.serve(Request(user, tokens_of(user, 13)))
+        assert cache.flush()
+        cache.verify()
+    assert [engine.serve(Request(10 + user, tokens_of(user, 13))) for user in range(6)] == [12] * 6
+    stats = cache.stats()
+    assert stats.gds.written_blocks == 18
+    assert stats.gds.read_blocks == stats.onboard_blocks[Level.NVME, Level.PRIMARY] >= 10
+    assert stats.offload_blocks[Level.PRIMARY, Level.NVME] == 18, "each block once: what comes back keeps its copy"
+    assert (stats.dropped, stats.lost, stats.gds.detours) == (0, 0, 0)
+    cache.flush()
+    cache.close()
+    assert ToyEngine(make_bare(8, 32)).serve(Request(1, tokens_of(5, 13))) == 12
+
+
+def test_refresh_writes_the_coldest_share_ahead_and_then_rests(make_bare: MakeCache) -> None:
+    cache = make_bare(16, 16, write_ahead_share=0.5)
+    engine = ToyEngine(cache)
+    for user in range(4):
+        engine.serve(Request(user, tokens_of(user, 13)))
+    for _ in range(20):
+        cache.refresh()
+        assert cache.transfers.idle(10.0)
+    assert cache.stats().gds.written_blocks == 8
+    cache.verify()
+
+
+def test_an_nvme_level_smaller_than_the_primary_one_is_not_written_for_ever(make_bare: MakeCache) -> None:
+    cache = make_bare(16, 4, write_ahead_share=1.0)
+    engine = ToyEngine(cache)
+    for user in range(5):
+        engine.serve(Request(user, tokens_of(user, 13)))
+    for _ in range(20):
+        cache.refresh()
+        assert cache.transfers.idle(10.0)
+    assert cache.stats().gds.written_blocks <= 4
+    assert cache.flush()
+    cache.verify()
+
+
+def test_a_prompt_is_served_from_a_block_that_is_just_being_written(make_bare: MakeCache, kvikio: KvikioDouble) -> None:
+    cache = make_bare(12, 16, write_ahead_share=1.0)
+    engine = ToyEngine(cache)
+    for turn in range(30):
+        engine.serve(Request(turn, tokens_of(turn % 3, 13)))  # refresh starts writes, and the next prompt does not wait for them
+    assert cache.flush()
+    stats = cache.stats()
+    assert (stats.lost, stats.gds.written_blocks) == (0, 9)
+    assert stats.hit_tokens.primary == 27 * 12
+    cache.verify()
+
+
+def test_priorities_too_low_for_nvme_never_get_there(make_bare: MakeCache) -> None:
+    cache = make_bare(16, 16, write_ahead_share=1.0, secondary_offload_min_priority=0, nvme_offload_min_priority=50)
+    engine = ToyEngine(cache)
+    engine.serve(Request(1, PROMPT))
+    assert cache.flush()
+    assert cache.stats().gds.written_blocks == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_crowd_on_two_levels_reads_only_right_bytes(make_bare: MakeCache, seed: int) -> None:
+    cache = make_bare(14, 24, write_ahead_share=0.5)
+    engine = ToyEngine(cache)
+    generator = np.random.default_rng(seed)
+    requests = [Request(number, tokens_of(int(generator.integers(6)), int(generator.integers(5, 21)))) for number in range(40)]
+    for start in range(0, 40, 4):
+        engine.run(requests[start:start + 4], answer=2)
+        cache.refresh()
+        if start % 8:  # otherwise the next requests come while blocks are being written
+            assert cache.transfers.idle(10.0)
+    stats = cache.stats()
+    assert (stats.leases, stats.sequences, stats.lost, stats.checksum_failures) == (0, 0, 0, 0)
+    assert min(stats.gds.written_blocks, stats.gds.read_blocks) > 0
+    cache.verify()
+
+
 # -- from the device to NVMe -------------------------------------------------------------------------------------------------
 
 
