@@ -88,7 +88,8 @@ class DeviceRowMemory:
 
     def from_host(self, data: Buffer) -> None:
         self._row.copy_(torch.from_numpy(data))
-        torch.cuda.current_stream(self._row.device).synchronize()
+        if self._row.is_cuda:
+            torch.cuda.current_stream(self._row.device).synchronize()
 
 
 class GdsFile:
@@ -197,6 +198,27 @@ class GdsPath:
                 groups.append(GdsGroup(arena, [GdsRow(file, HostRowMemory(arena, slot)) for slot in range(num_rows)]))
             return cls(groups, undo.pop_all())
 
+    @classmethod
+    def of_device(cls, kvikio: KvikioModule, paths: Sequence[Path], geometries: Sequence[NvmeGeometry], device: int, num_rows: int,
+                  task_size: int, registered: Callable[[], None]) -> GdsPath:
+        """With staging memory on a CUDA device, in the compatibility mode that KvikIO is set to now. ``registered`` is called once the
+        first registration has started cuFile's driver; what it raises ends this."""
+        with ExitStack() as undo:
+            groups = []
+            for path, geometry in zip(paths, geometries, strict=True):
+                arena = DeviceArena(num_rows, geometry.block_bytes, device)
+                undo.callback(arena.close)
+                try:
+                    kvikio.memory_register(arena.whole)
+                except RuntimeError as error:  # CUDA and KvikIO
+                    raise GdsUnavailable(f"memory on cuda:{device} cannot be registered: {error}") from error
+                undo.callback(_unregister, kvikio, arena)
+                registered()
+                file = GdsFile(kvikio, path, task_size)
+                undo.callback(file.close)
+                groups.append(GdsGroup(arena, [GdsRow(file, DeviceRowMemory(arena, slot)) for slot in range(num_rows)]))
+            return cls(groups, undo.pop_all())
+
     def close(self) -> None:
         """Close files, unregister and free the memory. Nothing may be under way. May be called again."""
         with self._lock:
@@ -217,24 +239,11 @@ def open_gds(paths: Sequence[Path], geometries: Sequence[NvmeGeometry], device: 
     settings = CuFileSettings.loaded()
     settings.forbid_compat_mode()
     configure_kvikio(kvikio, num_threads, task_size)
-    with ExitStack() as undo, no_detours(kvikio):
-        groups = []
-        try:
-            for path, geometry in zip(paths, geometries, strict=True):
-                arena = DeviceArena(num_rows, geometry.block_bytes, device)
-                undo.callback(arena.close)
-                kvikio.memory_register(arena.whole)
-                undo.callback(_unregister, kvikio, arena)
-                settings.require_no_compat_mode()  # the driver has started with the first registration
-                file = GdsFile(kvikio, path, task_size)
-                undo.callback(file.close)
-                groups.append(GdsGroup(arena, [GdsRow(file, DeviceRowMemory(arena, slot)) for slot in range(num_rows)]))
-        except RuntimeError as error:  # CUDA and KvikIO
-            raise GdsUnavailable(f"staging memory for {num_rows} blocks of each group: {error}") from error
-        return GdsPath(groups, undo.pop_all())
+    with no_detours(kvikio):
+        return GdsPath.of_device(kvikio, paths, geometries, device, num_rows, task_size, settings.require_no_compat_mode)
 
 
 def _unregister(kvikio: KvikioModule, arena: DeviceArena) -> None:
     """A refusal is of no consequence here: the memory goes next."""
-    with suppress(RuntimeError), no_detours(kvikio):
+    with suppress(RuntimeError):
         kvikio.memory_deregister(arena.whole)

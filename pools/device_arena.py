@@ -43,7 +43,7 @@ class DeviceArena:
             with cupy.cuda.Device(device):
                 memory: Any = cupy.cuda.Memory(num_bytes + ALIGNMENT)
                 whole = cupy.ndarray((num_bytes + ALIGNMENT,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             raise ConfigError(f"GPUDirect staging: {num_slots} slots of {self.stride} bytes could not be allocated on cuda:{device} "
                               f"({error}); lower primary=... or set gds='off'") from error
         start = -whole.data.ptr % ALIGNMENT

@@ -152,8 +152,9 @@ class TierCore:
 
     def stats(self) -> Stats:
         """Everything counted since the start, and what the levels hold now."""
+        gds = self._gds_stats()  # not under the lock: the store has locks of its own
         with self.locked():
-            return self._statistics.stats(self._events.dropped, self._prefill_rate, self._gds_stats())
+            return self._statistics.stats(self._events.dropped, self._prefill_rate, gds)
 
     def iteration_stats(self) -> IterationStats:
         """What was counted between the last two calls of :meth:`refresh`, and the levels at the second one."""
