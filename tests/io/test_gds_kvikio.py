@@ -1,7 +1,7 @@
 """The real KvikIO on host buffers, where there is no GPU: its own reads and writes, not GPUDirect.
 
 A stand-in for the CUDA driver is compiled and put where KvikIO looks for it, in a process of its own, which runs
-``nvme/kvikio_checks.py``. Without kvikio (``make venv`` installs it) or gcc the test is skipped.
+``nvme/kvikio_checks.py`` and ``../tiering/kvikio_checks.py``. Without kvikio (``make venv`` installs it) or gcc the test is skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def host_kvikio_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 def test_the_real_kvikio_moves_blocks_between_slabs_and_host_buffers(host_kvikio_environment: dict[str, str]) -> None:
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "nvme" / "kvikio_checks.py")],
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "nvme" / "kvikio_checks.py"),
+                           str(HERE.parent / "tiering" / "kvikio_checks.py")],
                           env=host_kvikio_environment, capture_output=True, text=True, timeout=240, cwd=HERE.parent.parent)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "7 passed" in done.stdout
+    assert "9 passed" in done.stdout
