@@ -132,7 +132,7 @@ class Stats(TierCounters):
     """A picture of the whole tier: the counters since the start, and what the levels hold now.
 
     ``primary``, ``secondary`` and ``nvme`` add up ``groups``. ``advice``: what to change where transfers have long been out of
-    balance, otherwise None.
+    balance, otherwise None. ``faults``: how often each rule of the configuration's ``faults`` has hit; empty without.
     """
 
     primary: LevelStats
@@ -144,6 +144,7 @@ class Stats(TierCounters):
     dropped_events: int
     prefill_tokens_per_second: float | None
     advice: str | None
+    faults: Mapping[str, int]
     gds: GdsStats
 
 

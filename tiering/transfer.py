@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from kvtier.errors import ConfigError, TransferError
 from kvtier.io.copiers import DIRECT, open_copiers
 from kvtier.io.device import Device, EngineStream
+from kvtier.io.incident import Incident
 from kvtier.io.streams import Event, Stream
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.pool_index import LEVEL_NAMES, NVME, PRIMARY, SECONDARY, PoolIndex, level_of, pool_index, slot_of
@@ -77,6 +78,7 @@ class TransferManager:
         self._sequence = 0
         self._closing = False
         self._abandoned = False
+        self._failed_copies = Incident(_log)
         self._staging: list[StagingPool] = []
         direct_groups = gds.groups if gds is not None else []
         self._direct = [DirectStaging(group, range(staging_blocks)) for group in direct_groups]
@@ -252,6 +254,8 @@ class TransferManager:
                 staging: Staging = self._direct[node.group] if node.via == DIRECT else self._staging[node.group]
                 staging.give_back(batch.staging_slot)
             self._changed.notify_all()
+        if batch.failure is not None:
+            self._failed_copies.warn("copies between memories fail, what they carried is computed again: %s", batch.failure)
         self._tell_listeners()
 
     def _read_over(self, node: TransferNode, buffer: int) -> None:
@@ -399,6 +403,11 @@ class TransferManager:
     def failed_discards(self) -> int:
         """NVMe slots whose rows could not be deleted. The next write of such a slot deletes its row first."""
         return self._files.failed_discards if self._files is not None else 0
+
+    @property
+    def writes_hang(self) -> bool:
+        """NVMe writes do not come back: further ones would only hold their source slots."""
+        return self._files is not None and self._files.writes_hang
 
     # -- closing -----------------------------------------------------------------------------------------------------------
 
