@@ -116,8 +116,6 @@ class TierConfig(BaseSettings):
     """With GPUDirect: threads of KvikIO in this process."""
     gds_task_size: str = "1MiB"
     """With GPUDirect: what one of those threads moves at a time; a size in bytes."""
-    check_transfers: bool = False
-    """For debugging: fill handed-out blocks with 0xFF (NaN), and fail on any access of a slot out of order. Slow."""
     policy: Literal["default", "lru"] = "default"
     """Which content is given up first. Both are the same for now: of the lowest priority, the least recently used."""
     request_directory_root: Path | None = None

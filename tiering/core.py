@@ -20,7 +20,7 @@ from typing import Final, Self
 
 import torch
 
-from kvtier.errors import ConfigError, CorruptBlock, KVTierError, LedgerError, RequestError, TransferError
+from kvtier.errors import ConfigError, CorruptBlock, KVTierError, RequestError, TransferError
 from kvtier.io.device import Device, open_device
 from kvtier.io.manifest import collector_paused
 from kvtier.io.nvme_store import NvmeStore
@@ -33,7 +33,6 @@ from kvtier.pools.pool_index import NVME, level_of, slot_of
 from kvtier.pools.rank_sizes import minimum_over_ranks
 from kvtier.pools.sizing import FreeSpace, PoolSizes, resolve_sizes, warn_of_unread_levels
 from kvtier.tiering import arguments
-from kvtier.tiering.checked_transfers import CheckedTransfers, Handout
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.direct_path import open_direct_path, require_possible
 from kvtier.tiering.event_queue import EventQueue
@@ -84,7 +83,6 @@ class TierCore:
         self._num_issued = 0
         self._closed = False
         self._everything_let_go = False
-        self._handout: Handout | None = None  # with check_transfers
         self._has_said_no_gds = False
         self._is_clearing = False  # a reset is deleting what is on NVMe
         self._events = EventQueue(config.event_buffer_max_size)
@@ -101,15 +99,12 @@ class TierCore:
             self.nvme_path, self._gds = open_direct_path(config, device, self.store, STAGING_BLOCKS)
             if self._gds is not None:
                 undo.callback(self._gds.close)
-            transfers = CheckedTransfers if config.check_transfers else TransferManager
-            self.transfers: TransferManager = transfers(self._device, self.pools, self.store, faults=config.faults,
-                                                        read_threads=config.read_threads, staging_blocks=STAGING_BLOCKS, gds=self._gds)
+            self.transfers = TransferManager(self._device, self.pools, self.store, faults=config.faults,
+                                             read_threads=config.read_threads, staging_blocks=STAGING_BLOCKS, gds=self._gds)
             undo.pop_all()
         if config.faults is not None:
             logger.warning("faults are injected into this cache (%s): %s. For trials only: blocks are really lost and files really deleted",
                            config.sources["faults"], config.faults)
-        if config.check_transfers:
-            self._handout = Handout(self._ledger)
         self._statistics = StatisticsRecorder(self._ledger, self._ledger.allocators)
         self._totals = self._statistics.totals
 
@@ -177,11 +172,9 @@ class TierCore:
             return collect_request(ledger, ledger.sequence(request_id))
 
     def verify(self) -> None:
-        """Raise LedgerError naming the first broken invariant, or with ``check_transfers`` the first unordered access."""
+        """Raise LedgerError naming the first broken invariant."""
         with self.locked() as ledger:
             verify(ledger)
-        if isinstance(self.transfers, CheckedTransfers) and self.transfers.log.violations:
-            raise LedgerError(f"an unordered access of a slot: {self.transfers.log.violations[0]}")
 
     # -- the end ---------------------------------------------------------------------------------------------------------
 
@@ -277,8 +270,6 @@ class TierCore:
                 self._require_open()
                 self._ledger.set_time(self._clock())
                 self._drain()
-                if self._handout is not None:
-                    self._handout.begin()
                 try:
                     yield self._ledger
                 finally:
@@ -289,8 +280,6 @@ class TierCore:
 
     def _queue_records(self) -> None:
         records = self._ledger.moves.take()
-        if self._handout is not None:
-            records = [*records, *self._handout.poison(records)]
         self._num_queued += len(records)
         self._outbox.extend(records)
 
