@@ -43,6 +43,7 @@ from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
 from kvtier.tiering.ledger.rules import LedgerRules
+from kvtier.tiering.poison import Poison
 from kvtier.tiering.statistics import GdsStats, IterationStats, RequestStats, Stats, collect_request
 from kvtier.tiering.statistics_recorder import StatisticsRecorder
 from kvtier.tiering.transfer import TransferManager
@@ -100,13 +101,15 @@ class TierCore:
             if self._gds is not None:
                 undo.callback(self._gds.close)
             self.transfers = TransferManager(self._device, self.pools, self.store, faults=config.faults,
-                                             read_threads=config.read_threads, staging_blocks=STAGING_BLOCKS, gds=self._gds)
+                                             read_threads=config.read_threads, staging_blocks=STAGING_BLOCKS, gds=self._gds,
+                                             check_order=config.debug_checks)
             undo.pop_all()
         if config.faults is not None:
             logger.warning("faults are injected into this cache (%s): %s. For trials only: blocks are really lost and files really deleted",
                            config.sources["faults"], config.faults)
         self._statistics = StatisticsRecorder(self._ledger, self._ledger.allocators)
         self._totals = self._statistics.totals
+        self._poison = Poison(self.pools, self._ledger.geometries) if config.debug_checks else None
 
     # -- once per step, events, statistics -------------------------------------------------------------------------------
 
@@ -172,9 +175,10 @@ class TierCore:
             return collect_request(ledger, ledger.sequence(request_id))
 
     def verify(self) -> None:
-        """Raise LedgerError naming the first broken invariant."""
+        """Raise LedgerError naming the first broken invariant; with ``debug_checks`` also uses of a slot that nothing ordered."""
         with self.locked() as ledger:
             verify(ledger)
+        self.transfers.verify()
 
     # -- the end ---------------------------------------------------------------------------------------------------------
 

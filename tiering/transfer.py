@@ -25,9 +25,11 @@ from kvtier.tiering.copy_batch import CopyBatch, FaultPoint
 from kvtier.tiering.direct_writes import WRITE_ROWS, DirectWrites
 from kvtier.tiering.file_workers import BlockStore, FileWorkers, cancelled
 from kvtier.tiering.ledger.moves import Discard, Move
+from kvtier.tiering.order_check import OrderCheck
 from kvtier.tiering.staging import DirectStaging, Staging, StagingPool
 from kvtier.tiering.transfer_graph import NodeState, TransferGraph, TransferNode, Work
 from kvtier.tiering.transfer_results import CompletionQueue, MoveResult, TransferCounters
+from kvtier.tiering.transfer_waiting import as_exception, deadline_of, is_on_a_stream, is_on_its_way, is_over, seconds_left, waits_for_file
 
 if TYPE_CHECKING:
     from kvtier.io.gds import GdsPath
@@ -54,13 +56,15 @@ class TransferManager:
         staging_blocks: blocks per group that may be between file and slot at once.
         gds: the direct way between primary level and NVMe, with memory for ``staging_blocks + WRITE_ROWS`` blocks of each group; None
             without one. The caller closes it after this.
+        check_order: look at the order of all accesses a second time; LedgerError where nothing orders two of them.
 
     Raises:
         ConfigError: fewer than one read thread or staging block, or no memory for the staging blocks.
     """
 
     def __init__(self, device: Device, pools: Sequence[GroupPools], store: BlockStore | None, *,
-                 faults: FaultPoint | None = None, read_threads: int = 2, staging_blocks: int = 4, gds: GdsPath | None = None) -> None:
+                 faults: FaultPoint | None = None, read_threads: int = 2, staging_blocks: int = 4, gds: GdsPath | None = None,
+                 check_order: bool = False) -> None:
         if read_threads < 1 or staging_blocks < 1:
             raise ConfigError(f"read_threads={read_threads}, staging_blocks={staging_blocks}: both must be at least 1, "
                               "or nothing would ever be read from NVMe")
@@ -70,6 +74,7 @@ class TransferManager:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._graph = TransferGraph(len(pools))
+        self._check = OrderCheck() if check_order else None
         self._open: dict[int, CopyBatch] = {}
         self._ready: list[TransferNode] = []
         self._completed = CompletionQueue([pool.group for pool in pools])
@@ -112,6 +117,8 @@ class TransferManager:
         """
         nodes = [self._node(record) for record in records]
         with self._lock:
+            if self._check is not None:
+                self._check.raise_if_violated()
             if self._closing:
                 raise TransferError("transfers are closed; no Move can be issued any more")
             self._outstanding += len(nodes)
@@ -155,6 +162,8 @@ class TransferManager:
         node.state = NodeState.QUEUED
         assert self._files is not None
         if not self._closing:
+            if self._check is not None:
+                self._check.file(node)
             self._files.put(node)
             return
         node.error = cancelled(node)
@@ -194,6 +203,8 @@ class TransferManager:
             return
         self._sequence += 1
         event = batch.stream.submit(batch.run, tuple(batch.after), lambda event: self._copies_over(batch, event))
+        if self._check is not None:
+            self._check.copies(batch, event)
         for node in batch.nodes:
             node.event = event
             node.stream = batch.stream
@@ -246,7 +257,7 @@ class TransferManager:
             share = batch.seconds / len(batch.nodes)
             for node in batch.nodes:
                 if event.error is not None and node.error is None:
-                    node.error = _as_exception(event.error)
+                    node.error = as_exception(event.error)
                 node.seconds += share
                 self._finish(node)
             if batch.staging_slot >= 0:
@@ -310,7 +321,7 @@ class TransferManager:
         While this is True no stream may be ordered behind these slots.
         """
         with self._lock:
-            return any(_waits_for_file(node) for node in self._graph.pending(group, indices))
+            return any(waits_for_file(node) for node in self._graph.pending(group, indices))
 
     def wait(self, group: int, indices: Iterable[PoolIndex], timeout: float | None) -> bool:
         """Wait until the writes pending on these slots now are over, file reads included, and their results can be drained.
@@ -319,7 +330,7 @@ class TransferManager:
             False when ``timeout`` seconds were not enough, or when the manager was closed without them.
         """
         with self._lock:
-            return self._wait_locked(self._graph.pending_writes(group, indices), _is_over, _deadline(timeout))
+            return self._wait_locked(self._graph.pending_writes(group, indices), is_over, deadline_of(timeout))
 
     def wait_for_files(self, group: int, indices: Iterable[PoolIndex], timeout: float | None) -> bool:
         """Wait until ``pending_files`` is False: a copy out of such a slot that is held behind a file keeps the engine from
@@ -329,7 +340,7 @@ class TransferManager:
             False when ``timeout`` seconds were not enough, or when the manager was closed without that.
         """
         with self._lock:
-            return self._wait_locked(self._graph.pending(group, indices), _is_on_its_way, _deadline(timeout))
+            return self._wait_locked(self._graph.pending(group, indices), is_on_its_way, deadline_of(timeout))
 
     def order_before_engine(self, engine_stream: EngineStream | None, group: int, indices: Iterable[PoolIndex],
                             timeout: float | None) -> bool:
@@ -341,12 +352,15 @@ class TransferManager:
         Returns:
             False when ``timeout`` seconds were not enough; the engine must not use the slots then.
         """
-        deadline = _deadline(timeout)
+        deadline = deadline_of(timeout)
         with self._lock:
+            indices = list(indices)
             nodes = self._graph.pending(group, indices)
+            since = 0 if self._check is None else self._check.num_uses
             if not nodes:
+                self._engine_begins((), group, indices, since)
                 return True
-            if not self._wait_locked(nodes, _is_on_a_stream, deadline):
+            if not self._wait_locked(nodes, is_on_a_stream, deadline):
                 return False
             # On one stream the last event stands for all before it.
             last: dict[Stream, TransferNode] = {}
@@ -355,16 +369,20 @@ class TransferManager:
                         and (node.stream not in last or last[node.stream].sequence < node.sequence):
                     last[node.stream] = node
             events = [node.event for node in last.values() if node.event is not None]
-        if not self._device.engine_waits(engine_stream, events, _left(deadline)):
+            self._engine_begins(events, group, indices, since)
+        if not self._device.engine_waits(engine_stream, events, seconds_left(deadline)):
             return False
         if not all(event.is_done() for event in events):
             return True  # the device waits for them
         with self._lock:
-            return self._wait_locked(nodes, _is_over, deadline)
+            return self._wait_locked(nodes, is_over, deadline)
 
     def order_after_engine(self, engine_stream: EngineStream | None) -> None:
         """Copies issued from now on wait for what the engine has enqueued so far."""
         event = self._device.engine_event(engine_stream)
+        if self._check is not None:
+            with self._lock:
+                self._check.engine_ends((self._offload.name, self._onboard.name), event.is_done())
         if event.is_done():
             return
         with self._lock:
@@ -372,23 +390,28 @@ class TransferManager:
                 for stream in (self._offload, self._onboard):
                     stream.submit(_nothing, (event,))
 
+    def _engine_begins(self, events: Iterable[Event], group: int, indices: Iterable[PoolIndex], since: int) -> None:
+        if self._check is not None:
+            self._check.engine_begins(events, [(group, index) for index in indices], since)
+            self._check.raise_if_violated()
+
     def _wait_locked(self, nodes: list[TransferNode], reached: Callable[[TransferNode], bool], deadline: float | None) -> bool:
         """Wait until all nodes have reached a state. Lock held, and given up while waiting."""
         while True:
             nodes = [node for node in nodes if not reached(node)]
             if not nodes:
                 return True
-            left = _left(deadline)
+            left = seconds_left(deadline)
             if self._abandoned or (left is not None and left <= 0.0):
                 return False
             self._changed.wait(left)
 
     def idle(self, timeout: float | None) -> bool:
         """Wait until everything issued has finished; False when ``timeout`` seconds were not enough."""
-        deadline = _deadline(timeout)
+        deadline = deadline_of(timeout)
         with self._lock:
             while self._outstanding:
-                left = _left(deadline)
+                left = seconds_left(deadline)
                 if self._abandoned or (left is not None and left <= 0.0):
                     return False
                 self._changed.wait(left)
@@ -398,6 +421,12 @@ class TransferManager:
         """Counters by "source->destination" level names, such as ``"secondary->primary"``; routes never used are absent."""
         with self._lock:
             return self._completed.counters()
+
+    def verify(self) -> None:
+        """With ``check_order``, raise LedgerError when nothing ordered two uses of a slot."""
+        if self._check is not None:
+            with self._lock:
+                self._check.raise_if_violated()
 
     @property
     def failed_discards(self) -> int:
@@ -453,35 +482,3 @@ class TransferManager:
 
 def _nothing() -> None:
     """Work that only marks a place in a stream."""
-
-
-def _deadline(timeout: float | None) -> float | None:
-    return None if timeout is None else time.monotonic() + timeout
-
-
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
-
-
-def _is_over(node: TransferNode) -> bool:
-    return node.state is NodeState.DONE
-
-
-def _is_on_a_stream(node: TransferNode) -> bool:
-    return not _waits_for_file(node)
-
-
-def _is_on_its_way(node: TransferNode) -> bool:
-    return not _waits_for_file(node)
-
-
-def _waits_for_file(node: TransferNode) -> bool:
-    return node.state is NodeState.HELD or node.state is NodeState.QUEUED
-
-
-def _as_exception(error: BaseException) -> Exception:
-    if isinstance(error, Exception):
-        return error
-    failure = TransferError(f"the copy was broken off: {error!r}")
-    failure.__cause__ = error
-    return failure

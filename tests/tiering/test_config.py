@@ -163,14 +163,23 @@ def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
     ({"nvme_directory": "${NOT_SET_ANYWHERE}/x"}, r"NOT_SET_ANYWHERE\} is not set"),
     ({"nvme_directory": "~nobody-of-this-name/x"}, "cannot be expanded"),
     ({"nvme": "1 blocks"}, "nvme_directory"),
-    ({"nvme": "1 blocks", "nvme_directory": "x"}, "needs GDS, which is not included yet"),
-    ({"nvme": ["0 blocks", "1 blocks"], "secondary": ["1 blocks", "0 blocks"], "nvme_directory": "x"}, "needs GDS"),
+    ({"nvme": "1 blocks", "nvme_directory": "x"}, "needs GPUDirect Storage; set"),
+    ({"nvme": ["0 blocks", "1 blocks"], "secondary": ["1 blocks", "0 blocks"], "nvme_directory": "x"}, "needs GPUDirect"),
     ({"faults": 3}, "must be a Faults"),
     ({"clock": 3}, "must be a function"), ({"allreduce_min": 3}, "must be a function"),
 ])
 def test_a_value_that_cannot_be_used_says_key_limit_and_remedy(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TierConfig(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("settings", [{"max_tokens": 10**5000}, {"primary": [10**5000]}, {"group_shares": [10**5000]},
+                                      {"write_ahead_share": -(10**5000)}, {"policy": 10**5000}, {"nvme_free_space_reserve": 10**5000}],
+                         ids=lambda settings: next(iter(settings)))
+def test_a_number_of_thousands_of_digits_is_a_config_error(settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="a number of thousands of digits") as refused:
+        TierConfig(**settings)  # type: ignore[arg-type]
+    assert len(str(refused.value)) < 600
 
 
 def test_all_bad_values_are_told_at_once() -> None:

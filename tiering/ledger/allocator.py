@@ -43,6 +43,8 @@ class BlockAllocator(FileLevel):
         if self.queues.num_free(PRIMARY) == 0:
             raise CapacityError("no free primary block: all are referenced", 1, 0)
         block = self._vacate_front()
+        if self.unconfirmed.by_block:
+            self.unconfirmed.taken(block)
         block.generation += 1
         block.priority = priority
         if duration != 0.0 or block.extra is not None:
@@ -77,6 +79,9 @@ class BlockAllocator(FileLevel):
                 taken.extend(run)
             else:
                 taken = run
+        if self.unconfirmed.by_block:
+            for block in taken:
+                self.unconfirmed.taken(block)
         for block in taken:
             block.queue = NOT_QUEUED
             block.generation += 1
@@ -286,8 +291,9 @@ class BlockAllocator(FileLevel):
             return
         key = self.chain_key(block) if level == NVME else b""
         spare = self.take(block.priority, 0.0)
-        self._move(block, spare, 0, key)
+        move = self._move(block, spare, 0, key)
         self._exchange(block, spare)
+        self.arriving[block.index] = move
         self._publish_level(block, level, PRIMARY)
         if block.extra is not None:
             self._requeue_nvme_backing(block)
@@ -300,7 +306,9 @@ class BlockAllocator(FileLevel):
 
     def copy(self, source: Block, target: Block, num_tokens: int) -> None:
         """Copy the first tokens of one handle's content into another's slot."""
-        self._move(source, target, num_tokens, b"")
+        self.arriving[target.index] = self._move(source, target, num_tokens, b"")
+        if self.unconfirmed.by_block:
+            self.unconfirmed.copied(source, target)
 
     def offload(self, block: Block) -> bool:
         """Move unreferenced primary content down by one level now. False when the secondary level has no place for it."""
