@@ -28,6 +28,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from kvtier.errors import ConfigError
 from kvtier.io.fault_text import parse_faults
 from kvtier.io.faults import Faults
+from kvtier.pools.rate import parse_rate
 from kvtier.pools.sizing import SizeKind, check_group_shares, parse_size, parse_sizes, shown
 from kvtier.tiering.config_sources import (
     ENVIRONMENT_PREFIX,
@@ -90,6 +91,9 @@ class TierConfig(BaseSettings):
     """Free space that the NVMe level leaves on its file system; a size in bytes."""
     nvme_sync: bool = False
     """Wait for the drive's own cache on every commit. Off: power loss may cost recent entries, never correctness."""
+    nvme_scrub_bandwidth: str | None = None
+    """Verify NVMe blocks in the background while nothing is being moved, reading at most so much, such as "50MiB/s". None: not at all;
+    ``kvtier store scrub`` does it while no process uses the directory."""
     read_threads: Annotated[int, Field(ge=1, le=256)] = 2
     """Threads that read and verify NVMe blocks."""
     write_ahead_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.25
@@ -158,6 +162,10 @@ class TierConfig(BaseSettings):
     def nvme_free_space_reserve_bytes(self) -> int:
         return int(parse_size(self.nvme_free_space_reserve, "nvme_free_space_reserve").amount)
 
+    @property
+    def nvme_scrub_bytes_per_second(self) -> float | None:
+        return None if self.nvme_scrub_bandwidth is None else parse_rate(self.nvme_scrub_bandwidth, "nvme_scrub_bandwidth")
+
     def effective(self) -> list[tuple[str, str, str]]:
         """(key, value, source) of every key, in the order of this class: what an engine prints when it starts."""
         return [(key, str(getattr(self, key)), self._sources[key]) for key in type(self).model_fields
@@ -193,6 +201,13 @@ class TierConfig(BaseSettings):
         size = parse_size(value, "gds_task_size")
         if size.kind is not SizeKind.BYTES or size.amount < 4096 or size.amount % 4096:
             raise ConfigError(f'gds_task_size={value!r}: must be a multiple of 4096 bytes, for example "1MiB"')
+        return value
+
+    @field_validator("nvme_scrub_bandwidth", mode="before")
+    @classmethod
+    def _check_bandwidth(cls, value: object) -> object:
+        if value is not None:
+            parse_rate(value, "nvme_scrub_bandwidth")
         return value
 
     @field_validator("group_shares", mode="before")

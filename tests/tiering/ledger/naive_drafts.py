@@ -52,6 +52,7 @@ class DraftingDriver(Driver):
         path = tree.path_to(node)
         planned = self.ledger.draft_moves(request_id, path)
         rows = [list(row.blocks) for row in sequence.rows]  # what is given back is read before anybody takes it
+        self.note_leaving(request_id)
         moves = self.ledger.accept_drafts(request_id, path)
         assert moves == planned
         for row in sequence.rows:

@@ -319,6 +319,21 @@ def test_nothing_leaves_a_window_because_of_drafts_until_they_are_accepted() -> 
     run.finish()
 
 
+def test_what_leaves_a_window_by_accepted_drafts_is_stored_before() -> None:
+    run = DraftRun(window(4, 12))
+    sequence = run.add(PROMPT)
+    run.append(sequence, 1)
+    for step in range(4):
+        run.propose(sequence, [10 * step, 10 * step + 1], [-1, 0])
+        run.verify_drafts(sequence)
+        run.accept(sequence, [0, 1])
+    whole = list(run._beams[sequence.id][0])
+    run.release(sequence)
+    for end in range(4, len(whole) - 1, 4):
+        assert run.reuse(whole[:end + 1]) == end, f"the block that ends with token {end} left before it was stored"
+    run.finish()
+
+
 # -- estimates ---------------------------------------------------------------------------------------------------------
 
 
