@@ -10,6 +10,7 @@ device brings it into its slot: the pool itself need neither be registered nor h
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -216,7 +217,9 @@ class GdsPath:
                 registered()
                 file = GdsFile(kvikio, path, task_size)
                 undo.callback(file.close)
-                groups.append(GdsGroup(arena, [GdsRow(file, DeviceRowMemory(arena, slot)) for slot in range(num_rows)]))
+                memories = [DeviceRowMemory(arena, slot) for slot in range(num_rows)]
+                require_right_checksum(memories[0], geometry.block_bytes)
+                groups.append(GdsGroup(arena, [GdsRow(file, memory) for memory in memories]))
             return cls(groups, undo.pop_all())
 
     def close(self) -> None:
@@ -224,6 +227,26 @@ class GdsPath:
         with self._lock:
             undo, self._undo = self._undo, ExitStack()
         undo.close()
+
+
+def require_right_checksum(memory: RowMemory, block_bytes: int) -> None:
+    """Check that the checksum of bytes never seen before is the host's. It also compiles the kernels, before a read waits for them.
+
+    Raises:
+        GdsUnavailable: it is another, or cannot be computed (no Triton, say): every read would condemn a good slot.
+    """
+    data = aligned_buffer(memory.nbytes)
+    data[:] = np.frombuffer(os.urandom(memory.nbytes), np.uint8)
+    key = os.urandom(32)
+    try:
+        memory.from_host(data)
+        found = memory.checksum(key, 1, 2)
+    except Exception as error:  # whatever Triton, its compiler and CUDA raise: it is the reason
+        raise GdsUnavailable(f"the checksum of a block cannot be computed on the device: {type(error).__name__}: {error}") from error
+    expected = block_checksum(data[:block_bytes], key, 1, 2)
+    if found != expected:
+        raise GdsUnavailable(f"the checksum of {block_bytes} bytes on the device is {found.hex()}, the host's is {expected.hex()}: a bug "
+                             "of kvtier or of Triton, please report it")
 
 
 def open_gds(paths: Sequence[Path], geometries: Sequence[NvmeGeometry], device: int, num_rows: int, num_threads: int,

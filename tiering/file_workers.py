@@ -245,10 +245,14 @@ class FileWorkers:
             return
         self._writing.begin(batch[0])
         self._discard([node for node in batch if node.work is Work.DISCARD])
+        self._writing.end(batch[0])
         direct = [node for node in batch if node.work is Work.WRITE and node.via == DIRECT]
         if self._direct_writes is not None and direct:
-            self._direct_writes.write(direct)
-        self._writing.end(batch[0])
+            self._writing.begin(batch[0], len(direct))
+            try:
+                self._direct_writes.write(direct)
+            finally:
+                self._writing.end(batch[0])
         writes = [node for node in batch if node.work is Work.WRITE and node.via != DIRECT]
         if not writes:
             return

@@ -19,7 +19,8 @@ from cuda_stand_in import StandInCuda
 from kvtier.io.checksum import block_checksum
 from kvtier.io.cuda_copier import CudaCopier
 from kvtier.io.cuda_stream import CudaStream
-from kvtier.io.gds import DeviceRowMemory
+from kvtier.io.gds import DeviceRowMemory, require_right_checksum
+from kvtier.io.gds_driver import GdsUnavailable
 from kvtier.pools.device_arena import DeviceArena
 from kvtier.pools.layout import KVLayout, LayerGroup
 from kvtier.pools.primary import PrimaryPool
@@ -69,3 +70,14 @@ def test_copies_between_pool_and_rows_hit_the_right_slots(group: LayerGroup) -> 
     stream.submit(lambda: CudaCopier(cuda, arena, pool, group).copy([(3, 5), (4, 2)])).wait()
     assert torch.equal(pool.rows[[5, 2]], content[[0, 1]])
     assert stream.close(5.0)
+
+
+@pytest.mark.parametrize(("damage", "reason"), [
+    (lambda *_arguments: bytes(16), "the host's is"), (lambda *_arguments: 1 / 0, "ZeroDivisionError")])
+def test_a_device_whose_checksum_is_wrong_or_missing_is_not_used(damage, reason: str) -> None:
+    """Otherwise each read would condemn a good slot."""
+    row = DeviceRowMemory(arena_on_host(2, 5000), 0)
+    require_right_checksum(row, 5000)
+    row.checksum = damage  # type: ignore[method-assign]
+    with pytest.raises(GdsUnavailable, match=reason):
+        require_right_checksum(row, 5000)

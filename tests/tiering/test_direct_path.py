@@ -417,6 +417,17 @@ def test_rows_come_back_after_writes_that_fail(rig: DirectRig, kvikio: KvikioDou
     assert rig.run([rig.move(place(PRIMARY, slot), place(NVME, slot), key(slot)) for slot in range(12)]) == [None] * 12
 
 
+def test_an_error_that_nobody_expects_fails_its_writes_and_not_the_next_ones(rig: DirectRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(items: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(rig.store, "write_blocks", broken)
+    errors = rig.run([rig.move(place(PRIMARY, slot), place(NVME, slot), key(slot)) for slot in range(6)])
+    assert [str(error) for error in errors] == ["a bug"] * 6
+    monkeypatch.undo()
+    assert rig.run([rig.move(place(PRIMARY, slot), place(NVME, slot), key(slot)) for slot in range(12)]) == [None] * 12
+
+
 def test_a_cache_closes_the_direct_way_last_and_only_once(make_cache: MakeCache, directly: None, kvikio: KvikioDouble) -> None:
     cache: KVCacheManager = make_cache(8, 4, 16)
     cache.close()
