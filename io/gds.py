@@ -9,7 +9,6 @@ device brings it into its slot: the pool itself need neither be registered nor h
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -30,8 +29,6 @@ from kvtier.kernels.page_checksum import BlockChecksum
 from kvtier.pools.device_arena import DeviceArena
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.nvme_geometry import NvmeGeometry
-
-_log = logging.getLogger(__name__)
 
 Arena = DeviceArena | HostArena
 
