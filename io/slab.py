@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -117,6 +117,8 @@ class SlabFile:
         self._detours_lock = threading.Lock()
         self.detours = 0
         """Blocks of direct rows that KvikIO refused and that went through the host instead."""
+        self.one_by_one = faults is not None
+        """Whether each block needs a call of its own: failures are injected into calls."""
 
     def require_size(self, num_slots: int) -> None:
         """Check that the file is long enough for ``num_slots`` slots.
@@ -147,12 +149,36 @@ class SlabFile:
             if self._has_faults:  # they happen in the host's calls
                 return self.write(slot, key, data.to_host(), priority, expiry, written)
             return self._write_row(slot, key, data, priority, expiry, written)
-        checksum = block_checksum(data[:geometry.block_bytes], key, self.group, slot)
-        header = SlotHeader(self.group, slot, key, geometry.block_bytes, self.namespace_digest, checksum, priority, expiry, written)
         page = self._headers.page
-        header.pack_into(page)
+        header = self.seal(page, slot, key, data, priority, expiry, written)
         self.file.write(geometry.offset(slot), [page, data])
         return header
+
+    def seal(self, page: Buffer, slot: int, key: bytes, data: Buffer, priority: int, expiry: float, written: float) -> SlotHeader:
+        """Fill ``page``, uint8 [4096], with the header that goes in front of ``data``; arguments as of :meth:`write`."""
+        block_bytes = self.geometry.block_bytes
+        checksum = block_checksum(data[:block_bytes], key, self.group, slot)
+        header = SlotHeader(self.group, slot, key, block_bytes, self.namespace_digest, checksum, priority, expiry, written)
+        header.pack_into(page)
+        return header
+
+    def read_ahead(self, first_slot: int, outs: Sequence[Buffer]) -> list[Buffer]:
+        """Read neighbouring slots with one vectored call, to be verified by :meth:`verify`.
+
+        Args:
+            first_slot: of the blocks.
+            outs: for each slot uint8 [payload_bytes].
+
+        Returns:
+            the slots' header pages.
+
+        Raises:
+            TransferError, OSError: as :meth:`read`; nothing is known of any of the blocks then.
+        """
+        memory = aligned_buffer(len(outs) * HEADER_BYTES)
+        pages = [memory[start:start + HEADER_BYTES] for start in range(0, memory.nbytes, HEADER_BYTES)]
+        self.file.read(self.geometry.offset(first_slot), [buffer for pair in zip(pages, outs, strict=True) for buffer in pair])
+        return pages
 
     def read(self, slot: int, key: bytes, out: Buffer | DirectRow) -> None:
         """Read and verify one block.
@@ -167,18 +193,31 @@ class SlabFile:
             TransferError: the file ends inside the slot.
             OSError: the system could not read.
         """
-        geometry = self.geometry
         if not isinstance(out, np.ndarray):
             self._read_row(slot, key, out)
             return
         namespace_digest = self.namespace_digest
         page = self._headers.page
-        self.file.read(geometry.offset(slot), [page, out])
-        block = out[:geometry.block_bytes]
-        self._verify(page, slot, namespace_digest, key, lambda: block_checksum(block, key, self.group, slot))
+        self.file.read(self.geometry.offset(slot), [page, out])
+        self._verify(page, slot, namespace_digest, key, out)
 
-    def _verify(self, page: Buffer, slot: int, namespace_digest: bytes, key: bytes, checksum_of_block: Callable[[], bytes]) -> None:
+    def verify(self, slot: int, key: bytes, out: Buffer | DirectRow, page: Buffer) -> None:
+        """Verify one block that :meth:`read_ahead` has read. CorruptBlock as of :meth:`read`.
+
+        Args:
+            slot, key, out: as of :meth:`read`.
+            page: the slot's header page.
+        """
+        assert isinstance(out, np.ndarray), "only host memory is read ahead"
+        self._verify(page, slot, self.namespace_digest, key, out)
+
+    def _verify(self, page: Buffer, slot: int, namespace_digest: bytes, key: bytes, out: Buffer) -> None:
         """Raise CorruptBlock unless header and block are what they must be."""
+        block = out[:self.geometry.block_bytes]
+        self._verify_with(page, slot, namespace_digest, key, lambda: block_checksum(block, key, self.group, slot))
+
+    def _verify_with(self, page: Buffer, slot: int, namespace_digest: bytes, key: bytes, checksum_of_block: Callable[[], bytes]) -> None:
+        """The same, whoever computes the block's checksum."""
         differing = list(self._header_differences(page, slot, namespace_digest, key))
         if not differing:
             checksum = checksum_of_block()
@@ -227,7 +266,7 @@ class SlabFile:
             self.file.read(offset, [page, arrived])
             row.from_host(arrived)
             self._note_detour(error)  # not before: a file that is too short is too short for both ways
-        self._verify(page, slot, namespace_digest, key, lambda: row.checksum(key, self.group, slot))
+        self._verify_with(page, slot, namespace_digest, key, lambda: row.checksum(key, self.group, slot))
 
     def _note_detour(self, error: TransferError) -> None:
         with self._detours_lock:

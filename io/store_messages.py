@@ -5,8 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from kvtier.io.direct_file import Buffer
 from kvtier.io.direct_row import DirectRow
+
+COUNTERS = ("read_blocks", "read_bytes", "written_blocks", "written_bytes", "read_errors",
+            "checksum_failures", "write_errors", "gds_read_blocks", "gds_written_blocks")
+"""What a store counts, by the names in ``NvmeStats``."""
+
+BlockTarget = Buffer | DirectRow
+"""What a block is read into, and written from."""
+
+
+def is_direct(target: BlockTarget) -> bool:
+    """Whether it is a direct row."""
+    return not isinstance(target, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -25,7 +39,7 @@ class BlockWrite:
     group: int
     slot: int
     key: bytes
-    data: Buffer | DirectRow
+    data: BlockTarget
     priority: int
     expiry: float
 
