@@ -313,9 +313,9 @@ class NvmeStore:
         with self._gate:
             counts = dict(self._counts)
         blocks, quarantined = self._quarantine.counts()
-        return NvmeStats(stored_blocks=blocks, quarantined_slots=quarantined, write_pauses=self._pause.pauses, direct=all(slab.file.direct for slab in self._slabs),
-                         dropped_rows=self._opened.dropped_rows, recovered_rows=self._opened.recovered_rows, rebuilt=self._opened.rebuilt,
-                         gds_detours=sum(slab.detours for slab in self._slabs), **counts)
+        return NvmeStats(stored_blocks=blocks, quarantined_slots=quarantined, write_pauses=self._pause.pauses, rebuilt=self._opened.rebuilt,
+                         dropped_rows=self._opened.dropped_rows, recovered_rows=self._opened.recovered_rows, **counts,
+                         direct=all(slab.file.direct for slab in self._slabs), gds_detours=sum(slab.detours for slab in self._slabs))
 
     def close(self, timeout: float) -> bool:
         """Let running calls finish, save hit counts, close all files, give up the lock. New calls fail at once. Idempotent.
