@@ -35,12 +35,12 @@ from kvtier.bench.report import (
 from kvtier.errors import ConfigError, KVTierError, TransferError
 from kvtier.io.direct_file import refuses_direct
 from kvtier.io.faults import Faults
+from kvtier.io.gds_probe import MEMORY_FILE_SYSTEMS
 from kvtier.io.store_directory import expand
 from kvtier.io.store_open import default_reserve
 from kvtier.pools.host_memory import free_disk_bytes, mount_of
 from kvtier.pools.nvme_geometry import NvmeGeometry
 from kvtier.pools.sizing import format_bytes
-from kvtier.tiering.doctor import MEMORY_FILE_SYSTEMS
 from kvtier.tiering.file_workers import MAX_WRITE_BATCH
 
 __all__ = ["NvmePlan", "run_nvme"]

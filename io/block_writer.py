@@ -141,6 +141,7 @@ class BlockWriter:
         buffers: list[Buffer] = []
         for number, position in enumerate(run):
             item = items[position]
+            assert isinstance(item.data, np.ndarray), "direct rows are written one by one"
             page = pages[number * HEADER_BYTES:(number + 1) * HEADER_BYTES]
             headers.append(slab.seal(page, item.slot, item.key, item.data, item.priority, _positive_zero(item.expiry), written))
             buffers += [page, item.data]

@@ -1,14 +1,15 @@
 """Copiers, chosen from a (destination level, source level) table: whole and partial block copies between memories.
 
 The table has no entry for a file. What comes from NVMe is read and verified into staging memory first, so the entries
-with NVMe as their source copy from staging slots. A block of several sections (block scales, say) is copied row by row
+with NVMe as their source copy from staging slots; DIRECT stands for staging memory that files are read into, and written from,
+without the host. A block of several sections (block scales, say) is copied row by row
 between host memories, and section by section where one end is the primary pool.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -16,11 +17,13 @@ import torch
 from kvtier.errors import ConfigError
 from kvtier.io.copy_runs import check_slots
 from kvtier.io.cuda_copier import CudaCopier
+from kvtier.io.cuda_copier import Memory as AnyMemory
 from kvtier.io.cuda_stream import load_cuda
 from kvtier.io.layer_copier import BlockRows, LayerCopier, section_copier
 from kvtier.io.row_copier import Call, Numbers, RowCopier, Rows
 from kvtier.kernels.partial_copy import copy_partial_blocks
 from kvtier.pools.block_sections import BlockSection
+from kvtier.pools.device_arena import DeviceArena
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.layout import LayerGroup
@@ -28,6 +31,9 @@ from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY
 from kvtier.pools.primary import TORCH_DTYPES, PrimaryPool, SectionPool
 
 Memory = PrimaryPool | HostArena
+
+DIRECT: Final = 3
+"""Beside the levels in the table of copiers: staging memory of the direct way between device and NVMe."""
 
 
 class Copier(Protocol):
@@ -88,32 +94,42 @@ class HostCopier:
         return sources, destinations
 
 
-def open_copiers(pools: GroupPools, staging: HostArena | None, device: str) -> dict[tuple[int, int], Copier]:
+def open_copiers(pools: GroupPools, staging: HostArena | None, device: str,
+                 direct: HostArena | DeviceArena | None = None) -> dict[tuple[int, int], Copier]:
     """The copiers of one group by (destination level, source level).
 
     Args:
         pools: memory of the group.
         staging: where blocks read from NVMe arrive; None without an NVMe level.
         device: a device's name, as ``Device.name`` gives it.
+        direct: staging memory of the direct way, on the device or (with device "cpu") the host; None without one.
 
     Raises:
         ConfigError: a layer-first pool on CUDA.
     """
-    memories: dict[int, Memory] = {PRIMARY: pools.primary}
+    memories: dict[int, AnyMemory] = {PRIMARY: pools.primary}
     if pools.secondary is not None:
         memories[SECONDARY] = pools.secondary
     pairs = [(destination, source) for destination in memories for source in memories]
     if staging is not None:
         pairs += [(destination, NVME) for destination in memories]
         memories[NVME] = staging
+    if direct is not None:
+        pairs += [(PRIMARY, DIRECT), (DIRECT, PRIMARY)]
+        memories[DIRECT] = direct
     if device == "cpu":
-        return {(destination, source): HostCopier(memories[source], memories[destination], pools.group)
+        return {(destination, source): HostCopier(_of_host(memories[source]), _of_host(memories[destination]), pools.group)
                 for destination, source in pairs}
     if pools.primary.layer_first:
         raise ConfigError(f"device={device!r}: copies to and from layer-first pools are made on the CPU only; use a block-first pool")
     cuda = load_cuda()
     return {(destination, source): CudaCopier(cuda, memories[source], memories[destination], pools.group)
             for destination, source in pairs}
+
+
+def _of_host(memory: AnyMemory) -> Memory:
+    assert not isinstance(memory, DeviceArena), "on the CPU there is no device memory"
+    return memory
 
 
 def num_slots(memory: Memory) -> int:

@@ -25,9 +25,9 @@ from kvtier.io.incident import Incident
 from kvtier.io.manifest import ManifestRow, Place, collector_paused
 from kvtier.io.quarantine import Quarantine
 from kvtier.io.slab import SlabFile
-from kvtier.io.store_arguments import misfit, objection, runs_of_different_slots
+from kvtier.io.store_arguments import StoreClosed, objection, runs_of_different_slots, unreadable_into
 from kvtier.io.store_directory import deleted
-from kvtier.io.store_messages import BlockWrite, NvmeStats, StoredBlock
+from kvtier.io.store_messages import COUNTERS, BlockTarget, BlockWrite, NvmeStats, StoredBlock, is_direct
 from kvtier.io.store_open import OpenedStore, open_store
 from kvtier.io.write_pause import WritePause
 from kvtier.pools.nvme_geometry import NvmeGeometry
@@ -72,8 +72,7 @@ class NvmeStore:
         self._active = 0
         self._closed = False
         self._hits: dict[Place, int] = {}
-        self._counts = dict.fromkeys(("read_blocks", "read_bytes", "written_blocks", "written_bytes", "read_errors",
-                                      "checksum_failures", "write_errors"), 0)
+        self._counts = dict.fromkeys(COUNTERS, 0)
 
     @classmethod
     def open(cls, directory: str | Path, namespace: str, geometries: Sequence[NvmeGeometry], *, faults: Faults | None = None,
@@ -126,13 +125,13 @@ class NvmeStore:
             except OSError as error:
                 raise TransferError(f"group {group}, {len(outs)} slots from {first_slot} on: {error}") from error
 
-    def read_block(self, group: int, slot: int, key: bytes, out: Buffer, arrived: Buffer | None = None) -> None:
+    def read_block(self, group: int, slot: int, key: bytes, out: BlockTarget, arrived: Buffer | None = None) -> None:
         """Read one block and verify magic, version, namespace, place, key, length and checksum.
 
         Args:
             group, slot, key: which block, and what it must be.
-            out: uint8 [block_bytes] or [payload_bytes], contiguous; read in place when it is aligned. Garbage unless the
-                call returns.
+            out: uint8 [block_bytes] or [payload_bytes], contiguous; read in place when it is aligned; or a direct row. Garbage
+                unless the call returns.
             arrived: of :meth:`read_ahead`, when it has read the block into ``out``: then it is only verified.
 
         Raises:
@@ -158,7 +157,7 @@ class NvmeStore:
                 raise TransferError(f"group {group}, slot {slot}: read failed: {error}") from error
             with self._gate:
                 self._hits[group, slot] = self._hits.get((group, slot), 0) + 1
-            self._count(read_blocks=1, read_bytes=slab.geometry.block_bytes)
+            self._count(read_blocks=1, read_bytes=slab.geometry.block_bytes, gds_read_blocks=is_direct(out))
 
     def why_bad(self, group: int, slot: int, key: bytes, out: Buffer) -> str | None:
         """Read one block only to verify it; that is no hit.
@@ -200,7 +199,7 @@ class NvmeStore:
                 with self._busy():
                     for batch in runs_of_different_slots(items):
                         self._write_batch(items, batch, errors)
-            except _Closed as error:
+            except StoreClosed as error:
                 errors = [error] * len(items)
         failed = sum(error is not None for error in errors)
         if failed:
@@ -295,6 +294,10 @@ class NvmeStore:
         """False for a while after the drive refused a write (30 s, doubling up to 10 minutes), and once closed."""
         return not self._closed and self._pause.allows_writes
 
+    def slabs(self) -> list[tuple[Path, NvmeGeometry]]:
+        """Files and shapes by group, for whoever moves blocks by another way."""
+        return [(slab.file.path, slab.geometry) for slab in self._slabs]
+
     @property
     def directory(self) -> Path:
         """Where the store lies."""
@@ -310,9 +313,9 @@ class NvmeStore:
         with self._gate:
             counts = dict(self._counts)
         blocks, quarantined = self._quarantine.counts()
-        return NvmeStats(stored_blocks=blocks, quarantined_slots=quarantined, write_pauses=self._pause.pauses,
-                         dropped_rows=self._opened.dropped_rows, recovered_rows=self._opened.recovered_rows, rebuilt=self._opened.rebuilt,
-                         direct=all(slab.file.direct for slab in self._slabs), **counts)
+        return NvmeStats(stored_blocks=blocks, quarantined_slots=quarantined, write_pauses=self._pause.pauses, rebuilt=self._opened.rebuilt,
+                         dropped_rows=self._opened.dropped_rows, recovered_rows=self._opened.recovered_rows, **counts,
+                         direct=all(slab.file.direct for slab in self._slabs), gds_detours=sum(slab.detours for slab in self._slabs))
 
     def close(self, timeout: float) -> bool:
         """Let running calls finish, save hit counts, close all files, give up the lock. New calls fail at once. Idempotent.
@@ -388,7 +391,8 @@ class NvmeStore:
             for position in pending:
                 errors[position] = TransferError(f"not stored: could not {step}: {error}")
             return
-        self._count(written_blocks=len(rows), written_bytes=sum(row.length for row in rows))
+        self._count(written_blocks=len(rows), written_bytes=sum(row.length for row in rows),
+                    gds_written_blocks=sum(is_direct(items[position].data) for position in pending))
         if whole:
             self._pause.succeeded()
 
@@ -440,9 +444,9 @@ class NvmeStore:
             raise TransferError(f"group {group}, slot {slot}: the slab has {slab.geometry.num_slots} slots, counted from 0")
         return slab
 
-    def _readable_into(self, group: int, slot: int, out: Buffer) -> SlabFile:
+    def _readable_into(self, group: int, slot: int, out: BlockTarget) -> SlabFile:
         slab = self._slab_of(group, slot)
-        reason = misfit(out, slab.geometry) or (None if out.flags.writeable else f"{out.dtype} {list(out.shape)} that is read-only")
+        reason = unreadable_into(out, slab.geometry)
         if reason is not None:
             raise TransferError(f"group {group}, slot {slot}: cannot read into {reason}")
         return slab
@@ -476,7 +480,7 @@ class NvmeStore:
         """Around everything that uses files, so that ``close`` can wait for it."""
         with self._gate:
             if self._closed:
-                raise _Closed(f"the store in {self._home.path} is closed")
+                raise StoreClosed(f"the store in {self._home.path} is closed")
             self._active += 1
         try:
             yield
@@ -484,7 +488,3 @@ class NvmeStore:
             with self._gate:
                 self._active -= 1
                 self._gate.notify_all()
-
-
-class _Closed(TransferError):
-    """The store has been closed."""

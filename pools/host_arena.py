@@ -92,6 +92,12 @@ class HostArena:
         """Whether the memory is registered with CUDA."""
         return bool(self._registered)
 
+    @property
+    def address(self) -> int:
+        """Of slot 0; the device sees registered memory at the same address."""
+        address: int = self.padded_rows.ctypes.data
+        return address
+
     def close(self) -> None:
         """Unregister and give the memory back, also under views that others still hold: they read zeros.
 

@@ -17,12 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import TransferError
+from kvtier.io.copiers import DIRECT
+from kvtier.io.direct_row import DirectRow
 from kvtier.io.incident import Incident
 from kvtier.pools.pool_index import PoolIndex, slot_of
 from kvtier.tiering import hang_watch
+from kvtier.tiering.direct_writes import DirectWrites
 from kvtier.tiering.hang_watch import HangWatch
 from kvtier.tiering.run_queue import RunQueue
-from kvtier.tiering.staging import StagingPool
+from kvtier.tiering.staging import DirectStaging, Staging, StagingPool
 from kvtier.tiering.transfer_graph import TransferNode, Work
 
 if TYPE_CHECKING:
@@ -58,9 +61,9 @@ class BlockStore(Protocol):
             TransferError: nothing is known of any of the blocks.
         """
 
-    def read_block(self, group: int, slot: int, key: bytes, out: npt.NDArray[np.uint8],
+    def read_block(self, group: int, slot: int, key: bytes, out: npt.NDArray[np.uint8] | DirectRow,
                    arrived: npt.NDArray[np.uint8] | None = None) -> None:
-        """Fill ``out`` (uint8, a padded row of a ``HostArena``) with the verified block. Thread-safe.
+        """Fill ``out`` (uint8, a padded row of a ``HostArena``, or a direct row) with the verified block. Thread-safe.
 
         Raises:
             CorruptBlock, TransferError: ``out`` is garbage.
@@ -95,17 +98,22 @@ class FileWorkers:
         read_over: called by a reader thread, no lock held, with the node (its error set if it failed) and its staging
             buffer (-1: none). Takes the buffer over.
         writes_over: called by the writer thread, no lock held, with nodes whose errors are set where they failed.
+        direct: buffers of the direct way by group, for reads.
+        direct_writes: the direct way for writes.
     """
 
     def __init__(self, store: BlockStore, staging: Sequence[StagingPool],
                  secondary: Sequence[npt.NDArray[np.uint8] | None], read_threads: int,
                  read_over: Callable[[TransferNode, int], None],
-                 writes_over: Callable[[list[TransferNode]], None]) -> None:
+                 writes_over: Callable[[list[TransferNode]], None], direct: Sequence[DirectStaging] = (),
+                 direct_writes: DirectWrites | None = None) -> None:
         # Not at the top: it brings SQLite with it, and a cache without an NVMe level needs none.
         from kvtier.io.nvme_store import BlockWrite
         self._block_write = BlockWrite
         self._store = store
         self._staging = staging
+        self._direct = direct
+        self._direct_writes = direct_writes
         self._secondary = secondary
         self._read_over = read_over
         self._writes_over = writes_over
@@ -178,7 +186,7 @@ class FileWorkers:
     def _arrivals(self, run: list[TransferNode]) -> list[tuple[TransferNode, _Arrival | None]]:
         """Read a run of neighbours with one call, as far as there are buffers; the rest waits again. Each node with what came of it:
         None where it is to be read on its own, because it is alone or because the call failed and each needs its own answer."""
-        if len(run) == 1 or self._closing or any(node.source_failure() is not None for node in run):
+        if len(run) == 1 or self._closing or any(node.source_failure() is not None or node.via == DIRECT for node in run):
             return [(node, None) for node in run]
         group = run[0].group
         staging = self._staging[group]
@@ -222,7 +230,7 @@ class FileWorkers:
             if arrival is not None:
                 self._staging[node.group].give_back(arrival.buffer)
             raise lost
-        staging = self._staging[node.group]
+        staging: Staging = self._direct[node.group] if node.via == DIRECT else self._staging[node.group]
         buffer = arrival.buffer if arrival is not None else self._take_buffer(staging, node)
         move = node.move
         assert move is not None
@@ -231,7 +239,7 @@ class FileWorkers:
         failure: Exception | None = None
         self._reading.begin(node, behind=behind)
         try:
-            out = staging.arena.padded_rows[buffer]
+            out = staging.target(buffer)
             if arrival is None:
                 self._store.read_block(node.group, slot, move.key, out)
             else:
@@ -247,7 +255,7 @@ class FileWorkers:
         node.seconds = time.perf_counter() - start + (arrival.seconds if arrival is not None else 0.0)
         return buffer
 
-    def _take_buffer(self, staging: StagingPool, node: TransferNode) -> int:
+    def _take_buffer(self, staging: Staging, node: TransferNode) -> int:
         deadline = time.monotonic() + PATIENCE
         while not self._closing:
             buffer = staging.take(_LOOK_UP)
@@ -312,7 +320,14 @@ class FileWorkers:
         self._writing.begin(batch[0])
         self._discard([node for node in batch if node.work is Work.DISCARD])
         self._writing.end(batch[0])
-        writes = [node for node in batch if node.work is Work.WRITE]
+        direct = [node for node in batch if node.work is Work.WRITE and node.via == DIRECT]
+        if self._direct_writes is not None and direct:
+            self._writing.begin(batch[0], len(direct))
+            try:
+                self._direct_writes.write(direct)
+            finally:
+                self._writing.end(batch[0])
+        writes = [node for node in batch if node.work is Work.WRITE and node.via != DIRECT]
         if not writes:
             return
         if not self._store.accepts_writes:

@@ -115,6 +115,15 @@ def bench_nvme(directory: Annotated[str | None, typer.Option(metavar="DIR", help
     raise typer.Exit(run_nvme(directory=_folder(directory, "--directory"), json_file=json, quick=quick, plot_file=plot))
 
 
+@bench.command("gds")
+def bench_gds(directory: Annotated[str | None, typer.Option(metavar="DIR", help="Folder on the drive to measure.")] = None,
+              device: Annotated[str, typer.Option(metavar="cuda:N", help="Which GPU.")] = "cuda:0",
+              json: JsonFile = None, quick: Quick = False) -> None:
+    """Blocks between GPU and NVMe beside KvikIO's own reads and writes, for each setting; needs GPUDirect Storage."""
+    from kvtier.bench.gds import run_gds
+    raise typer.Exit(run_gds(directory=_folder(directory, "--directory"), json_file=json, quick=quick, device=device))
+
+
 @bench.command("integrity")
 def bench_integrity(directory: Annotated[str | None, typer.Option(metavar="DIR", help="Folder on the drive to work on.")] = None,
                     json: JsonFile = None, quick: Quick = False) -> None:

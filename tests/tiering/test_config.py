@@ -163,8 +163,8 @@ def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
     ({"nvme_directory": "${NOT_SET_ANYWHERE}/x"}, r"NOT_SET_ANYWHERE\} is not set"),
     ({"nvme_directory": "~nobody-of-this-name/x"}, "cannot be expanded"),
     ({"nvme": "1 blocks"}, "nvme_directory"),
-    ({"nvme": "1 blocks", "nvme_directory": "x"}, "needs GDS, which is not included yet"),
-    ({"nvme": ["0 blocks", "1 blocks"], "secondary": ["1 blocks", "0 blocks"], "nvme_directory": "x"}, "needs GDS"),
+    ({"nvme": "1 blocks", "nvme_directory": "x"}, "needs GPUDirect Storage; set"),
+    ({"nvme": ["0 blocks", "1 blocks"], "secondary": ["1 blocks", "0 blocks"], "nvme_directory": "x"}, "needs GPUDirect"),
     ({"faults": 3}, "must be a Faults"),
     ({"clock": 3}, "must be a function"), ({"allreduce_min": 3}, "must be a function"),
 ])
