@@ -108,62 +108,58 @@ class DriveQueue:
         self._write_turn = threading.Condition(lock)
         self._read_depth = AdaptiveDepth(read_depth, start=2)
         self._write_depth = AdaptiveDepth(write_depth, start=write_depth)
-        self._reading = self._writing = 0
-        self._hanging_reads = self._hanging_writes = 0
+        self._reads: list[object] = []  # in the drive, oldest first, without those whose place was taken
+        self._writes: list[object] = []
         self._waiting_reads = self._waiting_writes = 0
 
     @contextmanager
     def reading(self, num_bytes: int) -> Iterator[None]:
         """Around a read of so many bytes."""
+        turn = object()
         with self._read_turn:
             self._waiting_reads += 1
             try:
-                if self._reading >= self._read_depth.depth \
-                        and not self._read_turn.wait_for(lambda: self._reading < self._read_depth.depth, _PATIENCE):
-                    self._reading -= 1
-                    self._hanging_reads += 1
+                if len(self._reads) >= self._read_depth.depth \
+                        and not self._read_turn.wait_for(lambda: len(self._reads) < self._read_depth.depth, _PATIENCE):
+                    del self._reads[0]
             finally:
                 self._waiting_reads -= 1
-            self._reading += 1
+            self._reads.append(turn)
         try:
             yield
         finally:
             with self._read_turn:
                 self._read_depth.note(num_bytes, self._clock(), self._waiting_reads > 0)
-                if self._hanging_reads:  # one of those that were given up: all are alike
-                    self._hanging_reads -= 1
-                else:
-                    self._reading -= 1
+                if turn in self._reads:  # otherwise another one has its place
+                    self._reads.remove(turn)
                 if self._waiting_reads:
                     self._read_turn.notify(2)  # after a step up there are two places
-                elif self._waiting_writes and not self._reading:
+                elif self._waiting_writes and not self._reads:
                     self._write_turn.notify_all()
 
     @contextmanager
     def writing(self, num_bytes: int) -> Iterator[None]:
         """Around a write of so many bytes: behind all reads that wait or run, for a while."""
         self._keep_to_rate(num_bytes)
+        turn = object()
         with self._write_turn:
             self._waiting_writes += 1
             try:
-                if self._reading or self._waiting_reads:
-                    self._write_turn.wait_for(lambda: not self._reading and not self._waiting_reads, YIELD_SECONDS)
-                if self._writing >= self._write_depth.depth \
-                        and not self._write_turn.wait_for(lambda: self._writing < self._write_depth.depth, _PATIENCE):
-                    self._writing -= 1
-                    self._hanging_writes += 1
+                if self._reads or self._waiting_reads:
+                    self._write_turn.wait_for(lambda: not self._reads and not self._waiting_reads, YIELD_SECONDS)
+                if len(self._writes) >= self._write_depth.depth \
+                        and not self._write_turn.wait_for(lambda: len(self._writes) < self._write_depth.depth, _PATIENCE):
+                    del self._writes[0]
             finally:
                 self._waiting_writes -= 1
-            self._writing += 1
+            self._writes.append(turn)
         try:
             yield
         finally:
             with self._write_turn:
                 self._write_depth.note(num_bytes, self._clock(), self._waiting_writes > 0)
-                if self._hanging_writes:
-                    self._hanging_writes -= 1
-                else:
-                    self._writing -= 1
+                if turn in self._writes:
+                    self._writes.remove(turn)
                 if self._waiting_writes:
                     self._write_turn.notify_all()
 

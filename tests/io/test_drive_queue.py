@@ -132,7 +132,7 @@ def test_loads_without_end_do_not_end_all_storing() -> None:
             release.wait(20.0)
 
     reader = start(read)
-    wait_for(lambda: queue._reading)
+    wait_for(lambda: queue._reads)
     with queue.writing(BLOCK):
         stored = True
     release.set()
@@ -145,6 +145,17 @@ def test_an_operation_that_hangs_does_not_hold_up_the_others_for_ever(monkeypatc
     queue = DriveQueue(1, 1)
     with queue.reading(BLOCK), queue.reading(BLOCK), queue.writing(BLOCK), queue.writing(BLOCK):
         pass
+
+
+def test_one_that_hangs_costs_patience_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drive_queue, "_PATIENCE", 0.01)
+    queue = DriveQueue(1, 1)
+    for turn in (queue.reading, queue.writing):
+        with turn(BLOCK):
+            with turn(BLOCK):
+                pass
+            assert queue._reads == queue._writes == []  # the one that hangs has no place any more that others would have to wait for
+        assert queue._reads == queue._writes == []
 
 
 def test_stores_keep_to_their_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,4 +180,4 @@ def test_an_error_gives_the_turn_back() -> None:
     for turn in (queue.reading, queue.writing):
         with pytest.raises(OSError, match="broken"), turn(BLOCK):
             raise OSError("broken")
-    assert queue._reading == queue._writing == 0
+    assert queue._reads == queue._writes == []
