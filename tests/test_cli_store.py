@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvtier.cli_store import store
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TransferError
+from kvtier.io import store_commands
 from kvtier.io.nvme_store import BlockWrite, NvmeStore
 from kvtier.pools.nvme_geometry import NvmeGeometry
 
@@ -115,3 +116,22 @@ def test_under_a_root_each_rank_has_its_turn_and_the_worst_exit_code_counts(tmp_
     assert code == 2
     assert "in use by process" in output
     assert "rank-2: 3 blocks read, 0 bad" in output
+
+
+@pytest.mark.parametrize("error", [TransferError("no room for the commit"), OSError(28, "no space left")], ids=["commit", "system"])
+def test_one_that_fails_halfway_does_not_keep_the_others_from_their_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                        error: Exception) -> None:
+    for rank in range(2):
+        make_store(tmp_path / f"rank-{rank}")
+    clear_store = store_commands.clear_store
+
+    def clear_all_but_the_first(path: Path) -> int:
+        if path.name == "rank-0":
+            raise error
+        return clear_store(path)
+
+    monkeypatch.setattr(store_commands, "clear_store", clear_all_but_the_first)
+    code, output = run("clear", tmp_path, "--yes")
+    assert code == 1
+    assert str(error) in output
+    assert "rank-1: 3 blocks forgotten" in output

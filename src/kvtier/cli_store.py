@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KVTierError
 
 if TYPE_CHECKING:
     from kvtier.io.store_commands import Listing
@@ -153,10 +153,11 @@ def _leave(directory: str, json: bool, command: Callable[[Path], Answer]) -> Non
     for path in stores:
         try:
             answer = command(path)
-        except ConfigError as error:
+        except (KVTierError, OSError) as error:
             if len(stores) == 1:
                 raise
-            answer = Answer({"directory": str(path), "error": str(error)}, [], USED_WRONGLY)
+            code = USED_WRONGLY if isinstance(error, ConfigError) else CHECK_FAILED
+            answer = Answer({"directory": str(path), "error": str(error)}, [], code)
             print(f"kvtier: {error}", file=sys.stderr)
         contents.append(answer.content)
         worst = max(worst, answer.code)
