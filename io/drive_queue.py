@@ -108,8 +108,8 @@ class DriveQueue:
         self._write_turn = threading.Condition(lock)
         self._read_depth = AdaptiveDepth(read_depth, start=2)
         self._write_depth = AdaptiveDepth(write_depth, start=write_depth)
-        self._reads: list[object] = []  # in the drive, oldest first, without those whose place was taken
-        self._writes: list[object] = []
+        self._reads: dict[object, float] = {}  # in the drive, oldest first and since when, without those whose place was taken
+        self._writes: dict[object, None] = {}
         self._waiting_reads = self._waiting_writes = 0
 
     @contextmanager
@@ -121,20 +121,19 @@ class DriveQueue:
             try:
                 if len(self._reads) >= self._read_depth.depth \
                         and not self._read_turn.wait_for(lambda: len(self._reads) < self._read_depth.depth, _PATIENCE):
-                    del self._reads[0]
+                    del self._reads[next(iter(self._reads))]
             finally:
                 self._waiting_reads -= 1
-            self._reads.append(turn)
+            self._reads[turn] = self._clock()
         try:
             yield
         finally:
             with self._read_turn:
                 self._read_depth.note(num_bytes, self._clock(), self._waiting_reads > 0)
-                if turn in self._reads:  # otherwise another one has its place
-                    self._reads.remove(turn)
+                self._reads.pop(turn, None)  # not there when another one has its place
                 if self._waiting_reads:
                     self._read_turn.notify(2)  # after a step up there are two places
-                elif self._waiting_writes and not self._reads:
+                elif self._waiting_writes and not self._is_read_from():
                     self._write_turn.notify_all()
 
     @contextmanager
@@ -145,23 +144,26 @@ class DriveQueue:
         with self._write_turn:
             self._waiting_writes += 1
             try:
-                if self._reads or self._waiting_reads:
-                    self._write_turn.wait_for(lambda: not self._reads and not self._waiting_reads, YIELD_SECONDS)
+                if self._is_read_from():
+                    self._write_turn.wait_for(lambda: not self._is_read_from(), YIELD_SECONDS)
                 if len(self._writes) >= self._write_depth.depth \
                         and not self._write_turn.wait_for(lambda: len(self._writes) < self._write_depth.depth, _PATIENCE):
-                    del self._writes[0]
+                    del self._writes[next(iter(self._writes))]
             finally:
                 self._waiting_writes -= 1
-            self._writes.append(turn)
+            self._writes[turn] = None
         try:
             yield
         finally:
             with self._write_turn:
                 self._write_depth.note(num_bytes, self._clock(), self._waiting_writes > 0)
-                if turn in self._writes:
-                    self._writes.remove(turn)
+                self._writes.pop(turn, None)
                 if self._waiting_writes:
                     self._write_turn.notify_all()
+
+    def _is_read_from(self) -> bool:
+        """Whether a read waits or runs that writes stand back for: not for one that hangs. Lock held."""
+        return self._waiting_reads > 0 or any(self._clock() - start < _PATIENCE for start in self._reads.values())
 
     def _keep_to_rate(self, num_bytes: int) -> None:
         if self._write_rate is None:

@@ -154,8 +154,18 @@ def test_one_that_hangs_costs_patience_once(monkeypatch: pytest.MonkeyPatch) -> 
         with turn(BLOCK):
             with turn(BLOCK):
                 pass
-            assert queue._reads == queue._writes == []  # the one that hangs has no place any more that others would have to wait for
-        assert queue._reads == queue._writes == []
+            assert queue._reads == queue._writes == {}  # the one that hangs has no place any more that others would have to wait for
+        assert queue._reads == queue._writes == {}
+
+
+def test_stores_do_not_stand_back_behind_a_load_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drive_queue, "YIELD_SECONDS", 1e6)
+    now = 100.0
+    queue = DriveQueue(2, 1, clock=lambda: now)
+    with queue.reading(BLOCK):
+        now += drive_queue._PATIENCE
+        with queue.writing(BLOCK):
+            pass
 
 
 def test_stores_keep_to_their_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,4 +190,4 @@ def test_an_error_gives_the_turn_back() -> None:
     for turn in (queue.reading, queue.writing):
         with pytest.raises(OSError, match="broken"), turn(BLOCK):
             raise OSError("broken")
-    assert queue._reads == queue._writes == []
+    assert queue._reads == queue._writes == {}
