@@ -103,6 +103,7 @@ class DriveQueue:
         self._clock = clock
         self._write_rate = write_bytes_per_second
         self._next_write = 0.0
+        self._hurries = threading.Event()
         lock = threading.Lock()
         self._read_turn = threading.Condition(lock)
         self._write_turn = threading.Condition(lock)
@@ -161,16 +162,20 @@ class DriveQueue:
                 if self._waiting_writes:
                     self._write_turn.notify_all()
 
+    def hurry(self) -> None:
+        """From now on stores are not spread out any more: somebody who closes the store waits for those that have begun."""
+        self._hurries.set()
+
     def _is_read_from(self) -> bool:
         """Whether a read waits or runs that writes stand back for: not for one that hangs. Lock held."""
         return self._waiting_reads > 0 or any(self._clock() - start < _PATIENCE for start in self._reads.values())
 
     def _keep_to_rate(self, num_bytes: int) -> None:
-        if self._write_rate is None:
+        if self._write_rate is None or self._hurries.is_set():
             return
         with self._write_turn:
             now = self._clock()
             start = max(now, self._next_write)
             self._next_write = start + num_bytes / self._write_rate
         if start > now:
-            time.sleep(start - now)
+            self._hurries.wait(start - now)

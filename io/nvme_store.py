@@ -53,6 +53,7 @@ class NvmeStore:
         self._opened = opened
         self._home = opened.home
         self._slabs = opened.slabs
+        self._drive = drive
         for slab in self._slabs:
             slab.file.queue = drive
         self._writer = BlockWriter(self._slabs, WRITE_THREADS)
@@ -317,6 +318,11 @@ class NvmeStore:
                          dropped_rows=self._opened.dropped_rows, recovered_rows=self._opened.recovered_rows, **counts,
                          direct=all(slab.file.direct for slab in self._slabs), gds_detours=sum(slab.detours for slab in self._slabs))
 
+    def hurry(self) -> None:
+        """Finish what is being written without regard to a limited bandwidth, because the store is about to be closed."""
+        if self._drive is not None:
+            self._drive.hurry()
+
     def close(self, timeout: float) -> bool:
         """Let running calls finish, save hit counts, close all files, give up the lock. New calls fail at once. Idempotent.
 
@@ -325,6 +331,7 @@ class NvmeStore:
             are (closing a descriptor under a running read would be worse), and ``close`` can be called again.
         """
         deadline = time.monotonic() + max(timeout, 0.0)
+        self.hurry()
         with self._gate:
             self._closed = True
             if not self._gate.wait_for(lambda: self._active == 0, max(timeout, 0.0)):

@@ -223,6 +223,8 @@ class TierCore:
                 return
             is_first = not self._closed
             self._closed = True
+        if self.store is not None:
+            self.store.hurry()
         if self.scrub is not None:
             self.scrub.close(min(max(deadline - time.monotonic(), 0.1), 1.0))
         is_quiet = (not is_first or self._settle(deadline)) and self.transfers.close(max(deadline - time.monotonic(), 0.1))

@@ -175,14 +175,29 @@ def test_stores_keep_to_their_rate(monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal now
         now += seconds
 
-    monkeypatch.setattr(drive_queue.time, "sleep", sleep)
     queue = DriveQueue(1, 1, write_bytes_per_second=BLOCK * 10.0, clock=lambda: now)
+    monkeypatch.setattr(queue._hurries, "wait", sleep)
     for _ in range(21):
         with queue.writing(BLOCK):
             pass
         with queue.reading(BLOCK):  # costs a store nothing
             pass
     assert now == pytest.approx(102.0)
+
+
+def test_who_closes_does_not_wait_for_the_rate() -> None:
+    queue = DriveQueue(1, 1, write_bytes_per_second=BLOCK / 1000.0)
+
+    def write() -> None:
+        for _ in range(3):
+            with queue.writing(BLOCK):
+                pass
+
+    writer = start(write)
+    wait_for(lambda: queue._next_write > queue._clock() + 1000.0)  # the second one waits
+    queue.hurry()
+    writer.join(20.0)
+    assert not writer.is_alive()
 
 
 def test_an_error_gives_the_turn_back() -> None:
