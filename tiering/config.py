@@ -92,8 +92,8 @@ class TierConfig(BaseSettings):
     nvme_sync: bool = False
     """Wait for the drive's own cache on every commit. Off: power loss may cost recent entries, never correctness."""
     nvme_write_bandwidth: str | None = None
-    """Store at most so much on NVMe, such as "500MiB/s"; while a cache is being closed this does not hold. None: as much as the drive takes.
-    Loads are not counted."""
+    """Store at most so much on NVMe, such as "500MiB/s"; closing a cache does not wait for it. None: as much as the drive takes. Loads are
+    not counted."""
     nvme_scrub_bandwidth: str | None = None
     """Verify NVMe blocks in the background while nothing is being moved, reading at most so much, such as "50MiB/s". None: not at all;
     ``kvtier store scrub`` does it while no process uses the directory."""
