@@ -137,6 +137,8 @@ class TierCore:
                 return False
             if is_complete:
                 return takes_writes or self.store is None
+            if time.monotonic() > deadline:
+                return False
 
     def flush_events(self) -> None:
         """Hand over the events so far to :meth:`poll_events`."""
