@@ -115,6 +115,10 @@ class TierConfig(BaseSettings):
     """Folder under which a request's own ``directory`` must lie. None: requests may not name one. Not included yet: anything but None is
     refused."""
 
+    load_decision: Literal["auto", "always"] = "auto"
+    """Whether a prefix found on a lower level is loaded: "auto" leaves it to recompute where that is faster, as far as the engine has
+    reported how fast it computes (``report_prefill``); "always" loads."""
+
     faults: Faults | None = None
     """Fault injection for tests; a keyword only."""
     clock: Callable[[], float] = time.monotonic

@@ -41,6 +41,8 @@ from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
 from kvtier.tiering.ledger.rules import LedgerRules
+from kvtier.tiering.load_speed import LoadMeter
+from kvtier.tiering.loading import LoadDecider
 from kvtier.tiering.statistics import IterationStats, RequestStats, Stats, collect_request
 from kvtier.tiering.statistics_recorder import StatisticsRecorder
 from kvtier.tiering.transfer import TransferManager
@@ -80,6 +82,7 @@ class TierCore:
         self._is_clearing = False  # a reset is deleting what is on NVMe
         self._events = EventQueue(config.event_buffer_max_size)
         self._prefill_rate: float | None = None
+        self._load_meter = LoadMeter([group.block_bytes for group in layout.groups])
         self._ledger = _ledger(layout, config, sizes, hashlib.sha256(self._namespace.encode()).digest())
         for allocator in self._ledger.allocators:
             allocator.wall_clock_offset = time.time() - self._clock()
@@ -94,6 +97,9 @@ class TierCore:
             undo.pop_all()
         self._statistics = StatisticsRecorder(self._ledger, self._ledger.allocators)
         self._totals = self._statistics.totals
+        can_split = all(geometry.kind in (FULL, CROSS) for geometry in self._ledger.geometries)
+        self._loading = LoadDecider(self._load_meter, config.load_decision == "auto", can_split)
+        self._ledger.loading = self._loading
 
     # -- once per step, events, statistics -------------------------------------------------------------------------------
 
@@ -135,16 +141,26 @@ class TierCore:
         self._require_open()
         return self._events.stream()
 
-    def report_prefill(self, tokens: int, seconds: float) -> None:
-        """The engine computed ``tokens`` prompt tokens in ``seconds``: kept as a moving average, for load-or-recompute decisions."""
-        rate = arguments.positive_number("tokens", tokens) / arguments.positive_number("seconds", seconds)
+    def report_prefill(self, tokens: int | range, seconds: float) -> None:
+        """The engine computed ``tokens`` prompt tokens in ``seconds``, so that the tier can tell what loading must be faster than.
+
+        ``tokens``: how many, from the prompt's beginning; or ``range(start, end)`` of a chunk behind ``start`` tokens that were there
+        already, which costs more. RequestError for what is neither, or takes no time.
+        """
+        positions = tokens if isinstance(tokens, range) else None
+        if positions is not None and (positions.step != 1 or positions.start < 0):
+            raise RequestError(f"tokens={tokens!r}: a chunk is range(start, end) of prompt positions")
+        count = arguments.positive_number("tokens", tokens if positions is None else len(positions))
+        rate = count / arguments.positive_number("seconds", seconds)
+        start = 0 if positions is None else positions.start
         with self.locked():
             self._prefill_rate = rate if self._prefill_rate is None else 0.9 * self._prefill_rate + 0.1 * rate
+            self._loading.report_prefill(start, start + int(count), float(seconds))
 
     def stats(self) -> Stats:
         """Everything counted since the start, and what the levels hold now."""
         with self.locked():
-            return self._statistics.stats(self._events.dropped, self._prefill_rate)
+            return self._statistics.stats(self._events.dropped, self._prefill_rate, self._loading.stats())
 
     def iteration_stats(self) -> IterationStats:
         """What was counted between the last two calls of :meth:`refresh`, and the levels at the second one."""
@@ -259,6 +275,12 @@ class TierCore:
 
     def _queue_records(self) -> None:
         records = self._ledger.moves.take()
+        if not records:
+            return
+        now = time.perf_counter()
+        for record in records:
+            if isinstance(record, Move):
+                self._load_meter.issued(record, now)
         self._num_queued += len(records)
         self._outbox.extend(records)
 
@@ -297,6 +319,7 @@ class TierCore:
     def _drain(self) -> None:
         for result in self.transfers.drain():
             move = result.move
+            self._load_meter.ended(move, result.ended, result.error is None)
             if result.error is None:
                 self._totals.add(level_of(move.source), level_of(move.destination), result.num_bytes, result.seconds)
                 self._ledger.finish(move, False)

@@ -93,7 +93,10 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
                                    f"{self.config.max_seq_len}, raise it or shorten the encoder's input")
             self._check_retention(request.retention)
         with self.locked() as ledger:
-            return [Admission(sequence) for sequence in ledger.add_sequences(requests)]
+            self._loading.begin()
+            sequences = ledger.add_sequences(requests)
+            self._loading.commit()
+            return [Admission(sequence) for sequence in sequences]
 
     def block_table(self, ids: Sequence[int], group: int = 0) -> torch.Tensor:
         """Kernel offsets of these sequences: int32 ``[sequences * beams, 2, max_blocks]`` at a fixed device address, the beams of a

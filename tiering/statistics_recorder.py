@@ -16,6 +16,7 @@ from kvtier.tiering.statistics import (
     IterationStats,
     LevelIteration,
     LevelStats,
+    LoadStats,
     Route,
     Stats,
     TierCounters,
@@ -106,13 +107,13 @@ class StatisticsRecorder:
         """What to change, as long as transfers are out of balance."""
         return "; ".join([balance.advice for balance in self._balances if balance.advice is not None]) or None
 
-    def stats(self, dropped_events: int, prefill_tokens_per_second: float | None) -> Stats:
+    def stats(self, dropped_events: int, prefill_tokens_per_second: float | None, loading: LoadStats) -> Stats:
         """Everything counted since the start, and what the levels hold now."""
         groups = collect_groups(self._allocators)
         primary, secondary, nvme = total_levels(groups)
         return Stats(**vars(collect_counters(self._ledger, self.totals)), primary=primary, secondary=secondary, nvme=nvme, groups=groups,
                      leases=len(self._ledger.leases), sequences=len(self._ledger.sequences), dropped_events=dropped_events,
-                     prefill_tokens_per_second=prefill_tokens_per_second, advice=self.advice)
+                     prefill_tokens_per_second=prefill_tokens_per_second, advice=self.advice, loading=loading)
 
     def iteration_stats(self) -> IterationStats:
         """The iteration that ended last."""
