@@ -115,6 +115,8 @@ class TierConfig(BaseSettings):
     """Folder under which a request's own ``directory`` must lie. None: requests may not name one. Not included yet: anything but None is
     refused."""
 
+    prefetch_bandwidth: str = "1GiB"
+    """Bytes that ``prefetch`` reads and copies per second at most, all prefetches together; a size in bytes, and "0GiB" for none."""
     load_decision: Literal["auto", "always"] = "auto"
     """Whether a prefix found on a lower level is loaded: "auto" leaves it to recompute where that is faster, as far as the engine has
     reported how fast it computes (``report_prefill``); "always" loads."""
@@ -150,6 +152,10 @@ class TierConfig(BaseSettings):
     def nvme_free_space_reserve_bytes(self) -> int:
         return int(parse_size(self.nvme_free_space_reserve, "nvme_free_space_reserve").amount)
 
+    @property
+    def prefetch_bytes_per_second(self) -> int:
+        return int(parse_size(self.prefetch_bandwidth, "prefetch_bandwidth").amount)
+
     def effective(self) -> list[tuple[str, str, str]]:
         """(key, value, source) of every key, in the order of this class: what an engine prints when it starts."""
         return [(key, str(getattr(self, key)), self._sources[key]) for key in type(self).model_fields
@@ -172,11 +178,11 @@ class TierConfig(BaseSettings):
                               'example "8 blocks" or "90%"')
         return list(value) if isinstance(value, tuple) else value
 
-    @field_validator("nvme_free_space_reserve", mode="before")
+    @field_validator("nvme_free_space_reserve", "prefetch_bandwidth", mode="before")
     @classmethod
-    def _check_reserve(cls, value: object) -> object:
-        if parse_size(value, "nvme_free_space_reserve").kind is not SizeKind.BYTES:
-            raise ConfigError(f'nvme_free_space_reserve={value!r}: must be a size in bytes, for example "1GiB"')
+    def _check_bytes(cls, value: object, info: ValidationInfo) -> object:
+        if parse_size(value, str(info.field_name)).kind is not SizeKind.BYTES:
+            raise ConfigError(f'{info.field_name}={value!r}: must be a size in bytes, for example "1GiB"')
         return value
 
     @field_validator("group_shares", mode="before")

@@ -43,7 +43,7 @@ from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
 from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.load_speed import LoadMeter
 from kvtier.tiering.loading import LoadDecider
-from kvtier.tiering.statistics import IterationStats, RequestStats, Stats, collect_request
+from kvtier.tiering.statistics import IterationStats, PrefetchStats, RequestStats, Stats, collect_request
 from kvtier.tiering.statistics_recorder import StatisticsRecorder
 from kvtier.tiering.transfer import TransferManager
 
@@ -82,6 +82,7 @@ class TierCore:
         self._is_clearing = False  # a reset is deleting what is on NVMe
         self._events = EventQueue(config.event_buffer_max_size)
         self._prefill_rate: float | None = None
+        self._prefetched = PrefetchStats()
         self._load_meter = LoadMeter([group.block_bytes for group in layout.groups])
         self._ledger = _ledger(layout, config, sizes, hashlib.sha256(self._namespace.encode()).digest())
         for allocator in self._ledger.allocators:
@@ -160,7 +161,7 @@ class TierCore:
     def stats(self) -> Stats:
         """Everything counted since the start, and what the levels hold now."""
         with self.locked():
-            return self._statistics.stats(self._events.dropped, self._prefill_rate, self._loading.stats())
+            return self._statistics.stats(self._events.dropped, self._prefill_rate, self._loading.stats(), self._prefetched)
 
     def iteration_stats(self) -> IterationStats:
         """What was counted between the last two calls of :meth:`refresh`, and the levels at the second one."""

@@ -24,14 +24,14 @@ from kvtier.tiering.ledger.key import next_chain_key
 from kvtier.tiering.ledger.ledger import Inbound
 from kvtier.tiering.ledger.request import Request, token_bytes
 from kvtier.tiering.ledger.truncating import truncate
-from kvtier.tiering.not_included import NotIncludedYet
 from kvtier.tiering.planning import Planning, as_request
+from kvtier.tiering.prefetching import Prefetching
 from kvtier.types import TransferMode
 
 STEP_TIMEOUT: Final = 60.0  # seconds a step waits for copies between memories, which take milliseconds
 
 
-class KVCacheManager(Drafting, Planning, NotIncludedYet):
+class KVCacheManager(Drafting, Planning, Prefetching):
     """KV cache of one model on three levels.
 
     Args:
@@ -96,6 +96,8 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
             self._loading.begin()
             sequences = ledger.add_sequences(requests)
             self._loading.commit()
+            if self._prefetches:
+                self._overtake_prefetches(requests)
             return [Admission(sequence) for sequence in sequences]
 
     def block_table(self, ids: Sequence[int], group: int = 0) -> torch.Tensor:

@@ -162,6 +162,21 @@ class LoadStats:
     prefill_seconds: float
 
 
+@dataclass(kw_only=True)
+class PrefetchStats:
+    """Prefetches by how they ended (see ``Prefetch``), and blocks of all of them. ``read_blocks``: from NVMe to the secondary level;
+    ``raised_blocks``: from there to the primary one. ``lost_blocks`` could not be read, and are misses now."""
+
+    asked: int = 0
+    finished: int = 0
+    overtaken: int = 0
+    cancelled: int = 0
+    read_blocks: int = 0
+    raised_blocks: int = 0
+    lost_blocks: int = 0
+    bytes: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stats(TierCounters):
     """A picture of the whole tier: the counters since the start, and what the levels hold now.
@@ -180,6 +195,7 @@ class Stats(TierCounters):
     prefill_tokens_per_second: float | None
     advice: str | None
     loading: LoadStats
+    prefetch: PrefetchStats
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -340,15 +340,6 @@ def test_an_unknown_device_is_refused(layout: KVLayout) -> None:
 # -- not included yet -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", [
-    lambda cache: cache.prefetch([1, 2]), lambda cache: cache.prefetch(Request(1, [1])),
-    lambda cache: cache.prefetch([1], lora_id=1, cache_salt="a", extra_ids=[1]),
-])
-def test_what_is_not_included_yet_says_what_to_do_instead(make_cache: MakeCache, call: Callable[[KVCacheManager], object]) -> None:
-    with pytest.raises(KVTierError, match=r"is not included yet; \w+"):
-        call(make_cache())
-
-
 @pytest.mark.parametrize("name", ["TierIndex", "TierWorker"])
 def test_the_other_way_to_attach_says_that_it_is_not_included(name: str) -> None:
     with pytest.raises(KVTierError, match=f"{name} is not included yet"):
