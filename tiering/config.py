@@ -112,8 +112,8 @@ class TierConfig(BaseSettings):
     policy: Literal["default", "lru"] = "default"
     """Which content is given up first. Both are the same for now: of the lowest priority, the least recently used."""
     request_directory_root: Path | None = None
-    """Folder under which a request's own ``directory`` must lie. None: requests may not name one. Not included yet: anything but None is
-    refused."""
+    """Folder under which a request's own ``directory`` must lie, for ``TransferMode.POSIX_DEBUG_FALLBACK``. None: requests may not name
+    one."""
 
     prefetch_bandwidth: str = "1GiB"
     """Bytes that ``prefetch`` reads and copies per second at most, all prefetches together; a size in bytes, and "0GiB" for none."""

@@ -33,6 +33,7 @@ from kvtier.pools.rank_sizes import minimum_over_ranks
 from kvtier.pools.sizing import FreeSpace, PoolSizes, resolve_sizes, warn_of_unread_levels
 from kvtier.tiering import arguments
 from kvtier.tiering.config import TierConfig
+from kvtier.tiering.debug_path import DebugPath
 from kvtier.tiering.event_queue import EventQueue
 from kvtier.tiering.event_stream import EventStream
 from kvtier.tiering.ledger.events import Event
@@ -93,8 +94,12 @@ class TierCore:
                 undo.callback(self.store.close, 1.0)
             self.pools = open_group_pools(layout, sizes, device)
             undo.callback(self._close_pools)
+            self._debug: DebugPath | None = None
+            if config.request_directory_root is not None:
+                self._debug = DebugPath(config.request_directory_root, self.pools, self.store, pin=device != "cpu")
+                undo.callback(self._debug.let_go)
             self.transfers = TransferManager(self._device, self.pools, self.store, faults=config.faults,
-                                             read_threads=config.read_threads)
+                                             read_threads=config.read_threads, debug=self._debug)
             undo.pop_all()
         self._statistics = StatisticsRecorder(self._ledger, self._ledger.allocators)
         self._totals = self._statistics.totals
@@ -279,11 +284,20 @@ class TierCore:
         if not records:
             return
         now = time.perf_counter()
-        for record in records:
+        for number, record in enumerate(records):
             if isinstance(record, Move):
                 self._load_meter.issued(record, now)
+                if self._debug is not None and not record.key and self._debug.takes(record):
+                    records[number] = self._named(record)
         self._num_queued += len(records)
         self._outbox.extend(records)
+
+    def _named(self, move: Move) -> Move:
+        """The same Move with its content's key, for whoever looks at its file."""
+        allocator = self._ledger.allocators[move.group]
+        key = allocator.chain_key(allocator.blocks[move.block_id])
+        return Move(move.number, move.group, move.block_id, move.source, move.source_generation, move.destination,
+                    move.destination_generation, move.num_tokens, key, move.priority, move.expiry, move.mode, move.directory)
 
     def _submit(self) -> None:
         """Issue what is in the outbox. Whoever holds the submit lock issues everybody's records, in order."""
@@ -318,6 +332,8 @@ class TierCore:
         return self.transfers.idle(max(deadline - time.monotonic(), 0.0))
 
     def _drain(self) -> None:
+        if self._debug is not None:
+            self._totals.fallbacks += self._debug.take_fallbacks()
         for result in self.transfers.drain():
             move = result.move
             self._load_meter.ended(move, result.ended, result.error is None)

@@ -11,9 +11,12 @@ from typing import Final
 from kvtier.policies.speed_models import LoadModel, LoadSpeed
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger.moves import Move
+from kvtier.types import TransferMode
 
 MAX_BURST: Final = 64
 """Moves after which a burst that does not end counts as one: a tier under steady load must learn, too."""
+
+DEBUGGED: Final = TransferMode.POSIX_DEBUG_FALLBACK.value
 
 DEFAULTS: Final = {(SECONDARY, PRIMARY): LoadSpeed(20e-6, 1e-10), (NVME, PRIMARY): LoadSpeed(200e-6, 5e-10),
                    (NVME, SECONDARY): LoadSpeed(200e-6, 5e-10)}
@@ -97,8 +100,8 @@ class LoadMeter:
             route.ended(self.block_bytes[move.group], at, is_good)
 
     def _route(self, move: Move) -> RouteMeter | None:
-        if move.num_tokens:
-            return None  # part of a block
+        if move.num_tokens or move.mode == DEBUGGED:
+            return None  # part of a block, or on a way that nobody takes for its speed
         return self.routes.get((level_of(move.source), level_of(move.destination)))
 
     def waiting_seconds(self, level: int) -> float:

@@ -51,9 +51,6 @@ class KVCacheManager(Drafting, Planning, Prefetching):
     """
 
     def __init__(self, layout: KVLayout, config: TierConfig, device: str = "cpu", model: str | None = None) -> None:
-        if config.request_directory_root is not None:
-            raise ConfigError(f"request_directory_root={str(config.request_directory_root)!r}: directories of requests are not included "
-                              "yet; leave it out")
         _require_table_memory(layout, config)
         super().__init__(layout, config, device, model)
         try:
@@ -321,9 +318,12 @@ class KVCacheManager(Drafting, Planning, Prefetching):
 
     def _check_retention(self, retention: RetentionConfig | None) -> None:
         if retention is not None and retention.directory is not None:
-            raise RequestError(f"directory={retention.directory!r}: a request's own directory is not included yet; leave it out")
-        if retention is not None and retention.transfer_mode is not TransferMode.DRAM:
-            raise RequestError(f"transfer_mode={retention.transfer_mode}: only TransferMode.DRAM is included yet; leave it out")
+            if self._debug is None:
+                raise RequestError(f"directory={retention.directory!r}: requests may not name folders here; set request_directory_root, or "
+                                   "leave it out")
+            self._debug.root.parts(retention.directory)
+        if retention is not None and retention.transfer_mode is TransferMode.GDS:
+            raise RequestError(f"transfer_mode={retention.transfer_mode}: not included yet; leave it out")
 
 
 def _require_table_memory(layout: KVLayout, config: TierConfig) -> None:

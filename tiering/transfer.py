@@ -21,6 +21,7 @@ from kvtier.io.streams import Event, Stream
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.pool_index import LEVEL_NAMES, NVME, SECONDARY, PoolIndex, level_of, pool_index
 from kvtier.tiering.copy_batch import CopyBatch, FaultPoint
+from kvtier.tiering.debug_path import DebugPath
 from kvtier.tiering.file_workers import BlockStore, FileWorkers, cancelled
 from kvtier.tiering.ledger.moves import Discard, Move
 from kvtier.tiering.staging import StagingPool
@@ -47,13 +48,15 @@ class TransferManager:
         faults: injected into copies. The store has its own for files.
         read_threads: file reads at once.
         staging_blocks: blocks per group that may be between file and slot at once.
+        debug: the way through files of a request's own; None without one. It is started and closed here.
 
     Raises:
         ConfigError: fewer than one read thread or staging block, or no memory for the staging blocks.
     """
 
     def __init__(self, device: Device, pools: Sequence[GroupPools], store: BlockStore | None, *,
-                 faults: FaultPoint | None = None, read_threads: int = 2, staging_blocks: int = 4) -> None:
+                 faults: FaultPoint | None = None, read_threads: int = 2, staging_blocks: int = 4,
+                 debug: DebugPath | None = None) -> None:
         if read_threads < 1 or staging_blocks < 1:
             raise ConfigError(f"read_threads={read_threads}, staging_blocks={staging_blocks}: both must be at least 1, "
                               "or nothing would ever be read from NVMe")
@@ -82,7 +85,12 @@ class TransferManager:
             self._offload = device.stream("offload")
             undo.callback(self._offload.close, 1.0)
             self._onboard = device.stream("onboard")
+            self._debug = debug
+            self._debug_copiers = [] if debug is None else [open_copiers(pool, debug.staging[number].arena, device.name)
+                                                            for number, pool in enumerate(pools)]
             undo.pop_all()
+        if debug is not None:
+            debug.start(self._read_over)
         if store is not None:
             secondary = [pool.secondary.padded_rows if pool.secondary is not None else None for pool in pools]
             self._files = FileWorkers(store, self._staging, secondary, read_threads, self._read_over,
@@ -116,6 +124,10 @@ class TransferManager:
                 raise TransferError(f"discard of NVMe slot {record.slot}: there is no NVMe store")
             return TransferNode(Work.DISCARD, record.number, record.group, -1, pool_index(NVME, record.slot), None)
         source, destination = level_of(record.source), level_of(record.destination)
+        if self._debug is not None and self._debug.takes(record) and (destination, source) in self._copiers[record.group]:
+            node = TransferNode(Work.READ, record.number, record.group, record.source, record.destination, record)
+            node.is_debugged = True
+            return node
         if destination == NVME:
             work = Work.WRITE
             exists = source == SECONDARY and self._files is not None and (SECONDARY, SECONDARY) in self._copiers[record.group]
@@ -136,9 +148,10 @@ class TransferManager:
             self._batch(node)
             return
         node.state = NodeState.QUEUED
-        assert self._files is not None
+        files = self._debug if node.is_debugged else self._files
+        assert files is not None
         if not self._closing:
-            self._files.put(node)
+            files.put(node)
             return
         node.error = cancelled(node)
         if node.work is Work.READ:
@@ -195,7 +208,8 @@ class TransferManager:
         assert move is not None
         assert buffer >= 0 or node.error is not None
         destination = level_of(move.destination)
-        batch = CopyBatch(node.group << 4 | destination << 2 | NVME, self._onboard, self._copiers[node.group][destination, NVME],
+        copiers = self._debug_copiers if node.is_debugged else self._copiers
+        batch = CopyBatch(node.group << 4 | destination << 2 | NVME, self._onboard, copiers[node.group][destination, NVME],
                           self._faults, move.num_tokens, buffer)
         batch.add(node)
         self._submit(batch)
@@ -223,7 +237,9 @@ class TransferManager:
                 node.seconds += share
                 self._finish(node)
             if batch.staging_slot >= 0:
-                self._staging[batch.nodes[0].group].give_back(batch.staging_slot)
+                first = batch.nodes[0]
+                staging = self._debug.staging if first.is_debugged and self._debug is not None else self._staging
+                staging[first.group].give_back(batch.staging_slot)
             self._changed.notify_all()
         self._tell_listeners()
 
@@ -386,8 +402,8 @@ class TransferManager:
         deadline = time.monotonic() + timeout
         with self._lock:
             self._closing = True
-        if self._files is not None:
-            waiting = self._files.cancel_queued()
+        if self._files is not None or self._debug is not None:
+            waiting = [node for files in (self._files, self._debug) if files is not None for node in files.cancel_queued()]
             with self._lock:
                 for node in waiting:
                     node.error = cancelled(node)
@@ -407,10 +423,13 @@ class TransferManager:
         # Idle threads end at once; a little time is theirs even when the copies took all of it.
         spare = 0.5 if is_idle else 0.0
         ended = [worker.close(max(deadline - time.monotonic(), spare))
-                 for worker in (self._files, self._offload, self._onboard) if worker is not None]
+                 for worker in (self._files, self._debug, self._offload, self._onboard) if worker is not None]
         if is_idle and all(ended):
             for staging in self._staging:
                 staging.arena.close()
+            if self._debug is not None:
+                self._debug.let_go()
+                self._debug = None
             return True
         return False
 

@@ -48,9 +48,10 @@ class TransferNode:
         depends: what has to be over before this node's bytes may move.
         dependents: nodes held back by this one.
         event, stream, sequence: from SUBMITTED on; sequence counts the batches of a stream.
+        is_debugged: goes through a file of its request's own, and from there into its destination like a block from NVMe.
     """
 
-    __slots__ = ("batch", "blockers", "dependents", "depends", "destination", "error", "event", "group", "move",
+    __slots__ = ("batch", "blockers", "dependents", "depends", "destination", "error", "event", "group", "is_debugged", "move",
                  "number", "seconds", "sequence", "source", "state", "stream", "work", "writer")
 
     def __init__(self, work: Work, number: int, group: int, source: int, destination: int, move: Move | None) -> None:
@@ -71,6 +72,7 @@ class TransferNode:
         self.event: Event | None = None
         self.stream: Stream | None = None
         self.sequence = 0
+        self.is_debugged = False
 
     def __lt__(self, other: TransferNode) -> bool:
         return self.number < other.number

@@ -202,7 +202,7 @@ def test_an_unknown_block_is_an_error(make_cache: MakeCache, block_id: Any) -> N
 
 def test_a_request_that_asks_for_what_is_not_included_is_refused(make_cache: MakeCache) -> None:
     cache = make_cache()
-    with pytest.raises(RequestError, match="not included yet"):
+    with pytest.raises(RequestError, match="set request_directory_root"):
         cache.add_sequence(Request(1, [1], retention=RetentionConfig([TokenRange(0, None, 50)], directory="/anywhere")))
     with pytest.raises(RequestError, match="max_beam_width is 1"):
         cache.add_sequence(Request(1, [1], beam_width=2))

@@ -11,7 +11,8 @@ from kvtier.pools.pool_index import NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Discard, Move
 
-LEGAL_MOVES: Final = {(PRIMARY, PRIMARY), (PRIMARY, SECONDARY), (SECONDARY, PRIMARY), (SECONDARY, NVME), (NVME, PRIMARY)}
+LEGAL_MOVES: Final = {(PRIMARY, PRIMARY), (PRIMARY, SECONDARY), (SECONDARY, PRIMARY), (SECONDARY, NVME), (NVME, PRIMARY),
+                     (NVME, SECONDARY)}
 
 Place = tuple[int, int]
 Decide = Callable[[Move], bool]

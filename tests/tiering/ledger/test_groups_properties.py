@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,12 +21,13 @@ from naive_model import Subscriber, snapshot
 from pretend_tier import always, never
 
 from kvtier.errors import CapacityError, RequestError
-from kvtier.pools.pool_index import NVME, PRIMARY
+from kvtier.pools.pool_index import NVME, PRIMARY, level_of
 from kvtier.tiering.ledger import capacity, scheduling
-from kvtier.tiering.ledger.admission import num_new_blocks
+from kvtier.tiering.ledger.admission import AdmissionPlan, num_new_blocks
 from kvtier.tiering.ledger.group import CROSS, FULL, KIND_NAMES, RECURRENT, GroupSpec
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Move, WarmRow
+from kvtier.tiering.ledger.raising import is_unused, raise_to_primary, raise_to_secondary, stored_prefix
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.ledger.sequence import ActiveSequence
@@ -50,6 +52,20 @@ class Elsewhere:
         return max(min(self.num_blocks, behind), 0) * self.tokens_per_block
 
 
+class WorthLoading:
+    """Somebody who thinks that only the first ``num_blocks`` blocks of a prefix are worth loading; None: all."""
+
+    def __init__(self, groups: Sequence[GroupSpec]) -> None:
+        self.can_split = all(group.kind in (FULL, CROSS) for group in groups)
+        self.num_blocks: int | None = None
+
+    def num_blocks_to_load(self, plans: Sequence[AdmissionPlan]) -> int:
+        matched = plans[-1].num_matched
+        if self.num_blocks is None or self.num_blocks >= matched:
+            return matched
+        return self.num_blocks if self.can_split else 0
+
+
 class GroupsMachine(RuleBasedStateMachine):
     """One ledger, its pretend tiers, and an engine that keeps the contract."""
 
@@ -70,6 +86,8 @@ class GroupsMachine(RuleBasedStateMachine):
         self.elsewhere = Elsewhere(tokens_per_block)
         self.ledger = Ledger(self.groups, tokens_per_block, self.rules_)
         self.ledger.inbound = self.elsewhere
+        self.worth = WorthLoading(self.groups)
+        self.ledger.loading = self.worth
         self.driver = GroupsDriver(self.ledger)
         self.now = 0.0
         self.next_id = 0
@@ -116,7 +134,7 @@ class GroupsMachine(RuleBasedStateMachine):
             assert not (idle and self.fits(batch)), "an idle pool takes what fits into it"
             self.check_preemption(error, batch)
             return
-        if len(batch) == 1:
+        if len(batch) == 1 and not sequences[0].left_tokens:
             self.check_forecast(sequences[0], forecast, estimates)
 
     def check_forecast(self, sequence: ActiveSequence, forecast: capacity.PrefixReuse, estimates: list[int]) -> None:
@@ -160,6 +178,28 @@ class GroupsMachine(RuleBasedStateMachine):
     @rule(num_blocks=st.integers(0, 2))
     def change_what_is_elsewhere(self, num_blocks: int) -> None:
         self.elsewhere.num_blocks = num_blocks
+
+    @rule(num_blocks=st.sampled_from((None, None, 0, 1, 2)))
+    def change_what_is_worth_loading(self, num_blocks: int | None) -> None:
+        self.worth.num_blocks = num_blocks
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data(), steps=st.integers(1, 12))
+    def raise_ahead(self, data: st.DataObject, steps: int) -> None:
+        """Blocks go up one level at a time, whatever else is going on."""
+        request = Request(-1, **data.draw(st.sampled_from(self.prompts)))
+        for stored in stored_prefix(self.ledger, request)[:steps]:
+            block = stored.block
+            kept = {data.draw(st.integers(0, 8))}
+            if not is_unused(self.ledger, stored) or level_of(block.index) == PRIMARY:
+                continue
+            before = snapshot(self.ledger)
+            level = level_of(block.index)
+            if not (raise_to_secondary if level == NVME else raise_to_primary)(self.ledger, stored, kept):
+                assert snapshot(self.ledger) == before
+            else:
+                assert level_of(block.index) == level - 1
+        self.driver.tiers.fetch()
 
     @rule(source_is_bad=st.booleans())
     def change_the_kind_of_failing_reads(self, source_is_bad: bool) -> None:
@@ -402,6 +442,7 @@ class GroupsMachine(RuleBasedStateMachine):
         old = self.driver
         self.ledger = Ledger(self.groups, self.tokens_per_block, self.rules_)
         self.ledger.inbound = self.elsewhere
+        self.ledger.loading = self.worth
         self.ledger.set_time(self.now)
         self.driver = GroupsDriver(self.ledger)
         self.driver.ever_stored = old.ever_stored
