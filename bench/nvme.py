@@ -105,7 +105,7 @@ def run_nvme(directory: Path | None = None, json_file: Path | None = None, quick
     plan.check()
     parent = expand(directory) if directory is not None else Path.cwd()
     fio = find_fio()
-    with _working_folder(parent) as folder:
+    with working_folder(parent) as folder:
         _require_space(plan, parent, num_files=2 if fio is None else 3)
         require_memory("kvtier bench nvme", 2 * plan.num_blocks * plan.block_bytes,
                        "end other programs" if quick else "end other programs, or use --quick, which needs less")
@@ -270,7 +270,7 @@ class _Point:
 
 
 @contextlib.contextmanager
-def _working_folder(parent: Path) -> Iterator[Path]:
+def working_folder(parent: Path) -> Iterator[Path]:
     """A new folder in the directory that is measured, removed at the end whatever happens."""
     if not parent.is_dir():
         raise ConfigError(f"--directory {parent}: {'not a folder' if parent.exists() else 'does not exist'}; name a folder on the "
