@@ -97,6 +97,7 @@ class Manifest:
                 contents, totals = self._read()
             if not contents.damage:
                 self._adopt(contents, totals)
+                self._empty_log()
                 self._require_writable(contents.damage)
             return contents
 
@@ -287,11 +288,19 @@ class Manifest:
                 raise TransferError(f"{self.path} is damaged ({'; '.join(contents.damage)}); restart to rebuild it from the "
                                     "slot headers")
             self._adopt(contents, totals)
+            self._empty_log()
             self._must_reload = False
 
     def _adopt(self, contents: ManifestContents, totals: Totals) -> None:
         # Copies: what the caller was given stays as it was loaded.
         self._rows, self._quarantine, self._totals = dict(contents.rows), dict(contents.quarantine), totals
+
+    def _empty_log(self) -> None:
+        """Frames of a transaction that never ended must not lie behind those of the next: they would look like a lost end."""
+        log = wal_path(self.path)
+        with contextlib.suppress(OSError, *_SQLITE_ERRORS):  # without room for it the next start rebuilds at worst
+            if log.stat().st_size > 0:
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def _configure(self) -> None:
         self._connection.execute("PRAGMA journal_mode = WAL").fetchall()

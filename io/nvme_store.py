@@ -240,7 +240,7 @@ class NvmeStore:
         still_rows = sum(self._manifest.row(*place) is not None for place in unsaved)
         return NvmeStats(stored_blocks=rows - still_rows, quarantined_slots=quarantined + len(unsaved),
                          write_pauses=self._pause.pauses,
-                         dropped_rows=self._opened.dropped_rows, recovered_rows=self._opened.recovered_rows,
+                         dropped_rows=self._opened.dropped_rows, recovered_rows=self._opened.recovered_rows, rebuilt=self._opened.rebuilt,
                          direct=all(slab.file.direct for slab in self._slabs), **counts)
 
     def close(self, timeout: float) -> bool:

@@ -2,6 +2,11 @@
 
 A header counts when it matches its own checksum and names this namespace, this group and this slot. The block behind it
 is not read here: like every block it is verified whenever it is read, and is quarantined then if it is torn.
+
+A block that was discarded and whose slot has not been written since comes back: its header does not know. That is harmless,
+for a key names one content and the block is verified like any other, and it happens only where the manifest was damaged.
+Making the header invalid at each discard would prevent it and cost every eviction one more write to the drive. A reset is
+different: it changes the namespace digest, so nothing from before one ever comes back.
 """
 
 from __future__ import annotations

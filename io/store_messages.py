@@ -58,4 +58,5 @@ class NvmeStats:
     write_pauses: int
     dropped_rows: int       #: given up when the store was opened
     recovered_rows: int     #: found by their slot headers when the store was opened
+    rebuilt: bool           #: the manifest was damaged when the store was opened: blocks given up before may be there again
     direct: bool            #: every slab is read and written past the page cache

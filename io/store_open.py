@@ -35,7 +35,8 @@ class OpenedStore:
     Attributes:
         home, slabs, manifest: directory with its lock, one slab per group, index.
         dropped_rows: rows given up at this start: damaged, beyond the configured slots, or of a slab that is gone.
-        recovered_rows: blocks found again by their slot headers after damage to the manifest.
+        recovered_rows: blocks found again by their slot headers after damage to the manifest, which no row of it vouched for.
+        rebuilt: whether there was such damage.
     """
 
     home: StoreDirectory
@@ -43,6 +44,7 @@ class OpenedStore:
     manifest: Manifest
     dropped_rows: int
     recovered_rows: int
+    rebuilt: bool
 
 
 def default_reserve(path: Path) -> int:
@@ -69,7 +71,7 @@ def open_store(directory: str | Path, namespace: str, geometries: Sequence[NvmeG
             for slab in slabs:
                 if slab.file.size() < slab.geometry.file_bytes:
                     slab.file.resize(slab.geometry.file_bytes)
-            manifest, dropped, recovered = _open_manifest(home, slabs, sync)
+            manifest, was_damaged, dropped, recovered = _open_manifest(home, slabs, sync)
             undo.callback(manifest.close, _CLOSE_SECONDS)
             dropped += _forget(home, manifest, slabs, lost_slabs)
             home.record_slots([geometry.num_slots for geometry in geometries])
@@ -81,7 +83,7 @@ def open_store(directory: str | Path, namespace: str, geometries: Sequence[NvmeG
         except TransferError as error:
             raise ConfigError(f"nvme_directory={str(home.path)!r} cannot be used: {error}") from error
         undo.pop_all()
-    return OpenedStore(home, slabs, manifest, dropped, recovered)
+    return OpenedStore(home, slabs, manifest, dropped, recovered, was_damaged)
 
 
 def _open_slabs(home: StoreDirectory, geometries: Sequence[NvmeGeometry], lost_slabs: Sequence[int], faults: Faults | None,
@@ -130,8 +132,8 @@ def _forget(home: StoreDirectory, manifest: Manifest, slabs: Sequence[SlabFile],
     return blocks
 
 
-def _open_manifest(home: StoreDirectory, slabs: Sequence[SlabFile], sync: bool) -> tuple[Manifest, int, int]:
-    """The sound manifest, rows dropped, rows recovered."""
+def _open_manifest(home: StoreDirectory, slabs: Sequence[SlabFile], sync: bool) -> tuple[Manifest, bool, int, int]:
+    """The sound manifest, whether it had to be rebuilt, rows dropped, rows recovered."""
     path = home.manifest_path
     digest = home.identity.namespace_digest
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
@@ -140,7 +142,7 @@ def _open_manifest(home: StoreDirectory, slabs: Sequence[SlabFile], sync: bool) 
         try:
             contents = manifest.load()
             if not contents.damage:
-                return manifest, 0, 0
+                return manifest, False, 0, 0
             dropped, recovered = _make_manifest(home, temporary, slabs, contents)
         except BaseException:
             manifest.abandon()
@@ -158,7 +160,7 @@ def _open_manifest(home: StoreDirectory, slabs: Sequence[SlabFile], sync: bool) 
     except BaseException:
         manifest.abandon()
         raise
-    return manifest, dropped, recovered
+    return manifest, bool(contents.damage), dropped, recovered
 
 
 def _make_manifest(home: StoreDirectory, temporary: Path, slabs: Sequence[SlabFile], contents: ManifestContents) -> tuple[int, int]:

@@ -1,24 +1,38 @@
 """Has the end of a SQLite write-ahead log been lost? (design: a damaged manifest is never silently shortened)
 
 SQLite stops reading its log at the first frame whose checksum fails and says nothing: every transaction from there on is
-gone. Frames carry the two salts of the log's current run (SQLite, "WAL-mode File Format"), so counting the frames that claim
-to belong to it, and comparing with how many SQLite believed, tells whether something was dropped.
+gone. Frames carry the two salts of the log's current run, and the last frame of a transaction the size of the database
+(SQLite, "WAL-mode File Format"). So the frames that only a finished transaction can have left are counted, and compared with
+how many SQLite believed.
+
+A process that is killed in the middle of a transaction leaves sound frames without a last one, or an incomplete frame at the
+end of the file. Nothing was promised for them, nothing is lost. In a log that is written over again, a kill between the header
+and the page of a frame looks like a flipped bit: it counts, for a flipped bit can also make a last frame look like another.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-_HEADER: Final = struct.Struct(">IIIIIIII")  # magic, version, page size, checkpoint number, salt 1, salt 2, checksum
-_FRAME: Final = struct.Struct(">IIIIII")     # page number, database size, salt 1, salt 2, checksum
+HEADER: Final = struct.Struct(">IIIIIIII")
+"""Magic, version, page size, checkpoint number, salt 1, salt 2, checksum 1, checksum 2."""
+
+FRAME: Final = struct.Struct(">IIIIII")
+"""Page number, size of the database after the transaction (0 except in its last frame), salt 1, salt 2, checksum 1, checksum 2."""
+
+_MAGIC: Final = 0x377F0682  # the lowest bit tells whether the checksums read their words with the high byte first
+_COVERED_OF_HEADER: Final = 24
+_COVERED_OF_FRAME: Final = 8  # and the page
 
 
 def claimed_frames(path: Path) -> int:
-    """Frames of the log at ``path`` that claim to be current; 0 when there is no log. Call before SQLite opens the file.
+    """How many frames SQLite must believe for nothing to be lost; 0 when there is no log. Call before SQLite opens the file.
 
-    One equal salt is enough: an older run differs in both, a flipped bit in one.
+    That is the number of the last whole frame of the current run which ends a transaction or whose checksum is wrong. One
+    equal salt is enough: an older run differs in both, a flipped bit in one.
 
     Raises:
         OSError: the file is there and cannot be read.
@@ -27,14 +41,38 @@ def claimed_frames(path: Path) -> int:
         content = path.read_bytes()
     except FileNotFoundError:
         return 0
-    if len(content) < _HEADER.size + _FRAME.size:
+    if len(content) < HEADER.size + FRAME.size:
         return 0
-    _, _, page_bytes, _, salt_1, salt_2, _, _ = _HEADER.unpack_from(content)
-    if page_bytes not in (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536):
+    magic, _, page_bytes, _, salt_1, salt_2, *seed = HEADER.unpack_from(content)
+    order = ">" if magic & 1 else "<"
+    if magic | 1 != _MAGIC | 1 or frame_checksum(content[:_COVERED_OF_HEADER], (0, 0), order) != tuple(seed):
         return 1  # the header is damaged, and SQLite will believe no frame at all
-    frames = 0
-    for number, start in enumerate(range(_HEADER.size, len(content) - _FRAME.size + 1, _FRAME.size + page_bytes), start=1):
-        _, _, frame_salt_1, frame_salt_2, _, _ = _FRAME.unpack_from(content, start)
-        if frame_salt_1 == salt_1 or frame_salt_2 == salt_2:
-            frames = number
-    return frames
+    frame_bytes = FRAME.size + page_bytes
+    for number in range((len(content) - HEADER.size) // frame_bytes, 0, -1):
+        start = HEADER.size + (number - 1) * frame_bytes
+        _, database_pages, frame_salt_1, frame_salt_2, *checksum = FRAME.unpack_from(content, start)
+        if frame_salt_1 != salt_1 and frame_salt_2 != salt_2:
+            continue
+        if database_pages != 0:
+            return number
+        before = seed if number == 1 else FRAME.unpack_from(content, start - frame_bytes)[-2:]
+        covered = content[start:start + _COVERED_OF_FRAME] + content[start + FRAME.size:start + frame_bytes]
+        if frame_checksum(covered, before, order) != tuple(checksum):
+            return number
+    return 0
+
+
+def frame_checksum(content: bytes, before: Sequence[int], order: str) -> tuple[int, int]:
+    """SQLite's checksum of a log ("WAL-mode File Format", "Checksum Algorithm"), carried on from the one before.
+
+    Args:
+        content: a multiple of 8 bytes.
+        before: the two numbers stored in the frame before, or in the log's header for the first frame.
+        order: ">" or "<", of the bytes of a word.
+    """
+    first, second = before
+    words = struct.unpack(f"{order}{len(content) // 4}I", content)
+    for even, odd in zip(words[::2], words[1::2], strict=True):
+        first = first + even + second & 0xFFFFFFFF
+        second = second + odd + first & 0xFFFFFFFF
+    return first, second

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError
 from kvtier.policies.retention import DEFAULT_PRIORITY
+
+if TYPE_CHECKING:
+    from mypy_extensions import i64  # machine integers where this is compiled; plain ints otherwise
 
 NUM_PRIORITIES: Final = 101
 EMPTY: Final = 101          # list of empty handles, behind the lists of priorities 0..100
@@ -49,9 +52,9 @@ class QueueRecord:
     def __init__(self) -> None:
         self.previous: QueueRecord = self
         self.next: QueueRecord = self
-        self.queue = NOT_QUEUED
-        self.stamp = 0
-        self.priority = DEFAULT_PRIORITY
+        self.queue: i64 = NOT_QUEUED
+        self.stamp: i64 = 0
+        self.priority: i64 = DEFAULT_PRIORITY
         self.extra: RecordExtra | None = None
 
     @property
@@ -97,8 +100,8 @@ class LevelQueues:
     __slots__ = ("evictable", "free", "occupied")
 
     def __init__(self) -> None:
-        self.free = 0
-        self.evictable = 0
+        self.free: i64 = 0
+        self.evictable: i64 = 0
         self.occupied: list[int] = []
 
 
@@ -110,9 +113,9 @@ class ListHead(QueueRecord):
     def __init__(self, level: LevelQueues, kind: int, queue: int) -> None:
         super().__init__()
         self.level = level
-        self.kind = kind
+        self.kind: i64 = kind
         self.queue = queue
-        self.length = 0
+        self.length: i64 = 0
 
 
 class EvictionQueues:
@@ -124,7 +127,7 @@ class EvictionQueues:
         for level in self.levels:
             for kind in range(LISTS_PER_LEVEL):
                 self.heads.append(ListHead(level, kind, len(self.heads)))
-        self.next_stamp = 1
+        self.next_stamp: i64 = 1
         self.expiries: list[tuple[float, int, QueueRecord]] = []
 
     # -- entering a queue ------------------------------------------------------------------------------------------------

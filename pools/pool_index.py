@@ -11,6 +11,7 @@ from kvtier.types import Slot
 
 PoolIndex = NewType("PoolIndex", int)
 """``slot * 4 + level``."""
+LEVEL_BITS: Final = 3
 
 # Level values as plain constants: the ledger compares them in its hot paths, where an enum lookup costs more than the work.
 PRIMARY: Final = 0
@@ -27,7 +28,7 @@ def pool_index(level: int, slot: int) -> PoolIndex:
 
 def level_of(index: PoolIndex) -> int:
     """The level as a plain integer; ``Level(level_of(index))`` gives the enum."""
-    return index & 3
+    return index & LEVEL_BITS
 
 
 def slot_of(index: PoolIndex) -> Slot:

@@ -14,8 +14,8 @@ ROOMS = ("tiering", "pools", "kernels", "io", "policies", "bench")
 COMPILED = ("pools/pool_index.py", "pools/sequence_blocks.py", "policies/*.py", "tiering/ledger/*.py")
 """The modules that import neither torch nor io and start no thread."""
 
-INTERPRETED = ("policies/retention.py", "tiering/ledger/request.py")
-"""Pure too, but users make these objects: compiled code would take a bool for an int and answer a wrong type with TypeError."""
+INTERPRETED = ("policies/retention.py",)
+"""Pure too, but users make these dataclasses: compiled code would take a bool for an int and answer a wrong type with TypeError."""
 
 BESIDE_COMPILED = ("errors.py", "types.py")
 """What they import and what stays interpreted, from the front door."""

@@ -35,7 +35,7 @@ def leaving(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> object:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["demo", "--help"], ["doctor", "--help"],
                                        ["bench", "--help"], ["bench", "copy", "--help"], ["bench", "nvme", "--help"],
-                                       ["bench", "ledger", "--help"]])
+                                       ["bench", "ledger", "--help"], ["bench", "integrity", "--help"]])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = ("import sys\n"
             "from kvtier.cli import main\n"

@@ -119,6 +119,14 @@ def bench_load(directory: Annotated[str | None, typer.Option(metavar="DIR", help
     raise typer.Exit(run_load(directory=_folder(directory, "--directory"), json_file=json, quick=quick))
 
 
+@bench.command("integrity")
+def bench_integrity(directory: Annotated[str | None, typer.Option(metavar="DIR", help="Folder on the drive to work on.")] = None,
+                    json: JsonFile = None, quick: Quick = False) -> None:
+    """Crashes, flipped bits, torn and misdirected writes, a full drive: blocks lost, wrong bytes served. Exit code 1 if any."""
+    from kvtier.bench.integrity import run_integrity
+    raise typer.Exit(run_integrity(directory=_folder(directory, "--directory"), json_file=json, quick=quick))
+
+
 class Peer(enum.StrEnum):
     """Whose bookkeeping is measured beside ours."""
 

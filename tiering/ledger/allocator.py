@@ -6,11 +6,11 @@ of the verb for one handle called for each; they exist because most of a handle'
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from kvtier.errors import CapacityError
 from kvtier.policies.eviction import EMPTY, NOT_QUEUED, NUM_PRIORITIES, EvictionQueues, ListHead, QueueRecord
-from kvtier.pools.pool_index import NVME, PRIMARY, level_of
+from kvtier.pools.pool_index import LEVEL_BITS, NVME, PRIMARY, level_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.file_level import FileLevel
@@ -19,6 +19,9 @@ from kvtier.tiering.ledger.node import Node
 from kvtier.tiering.ledger.rules import TierRules
 from kvtier.tiering.ledger.stats import LedgerCounters
 from kvtier.tiering.ledger.tree import ReuseTree
+
+if TYPE_CHECKING:
+    from mypy_extensions import i64  # machine integers where this is compiled, for what is counted per handle
 
 
 class BlockAllocator(FileLevel):
@@ -64,8 +67,16 @@ class BlockAllocator(FileLevel):
             assert head is not None
             if head.kind == EMPTY:
                 self._take_empties(taken, head, wanted)
-            elif head.kind >= NUM_PRIORITIES or self._may_go_down(head.kind) or not self._drop_run(taken, head, wanted):
+                continue
+            run: list[Block] = []
+            if head.kind < NUM_PRIORITIES and not self._may_go_down(head.kind):
+                run = self._drop_run(head, wanted)
+            if not run:
                 taken.append(self._vacate_front())
+            elif taken:
+                taken.extend(run)
+            else:
+                taken = run
         for block in taken:
             block.queue = NOT_QUEUED
             block.generation += 1
@@ -108,16 +119,17 @@ class BlockAllocator(FileLevel):
         self.counters.alloc_total += count
         self.counters.alloc_new += count
 
-    def _drop_run(self, taken: list[Block], head: ListHead, wanted: int) -> bool:
-        """Drop up to ``wanted`` blocks from the front of a list of content: those that stand in one run of the tree, tail first, and
-        have no lower copies. That is how a sequence was released. False, and nothing done, when the front is not such a block."""
+    def _drop_run(self, head: ListHead, wanted: int) -> list[Block]:
+        """Drop up to ``wanted`` blocks from the front of a list of content and return them, not yet marked as in no queue: those that
+        stand in one run of the tree, tail first, and have no lower copies. That is how a sequence was released. None, and nothing
+        done, when the front is not such a block."""
         block = cast(Block, head.next)
         node = block.node
         if node is None or block.extra is not None:
-            return False
-        end = block.position + 1
-        first = end - 1
-        least = max(end - wanted, 0)
+            return []
+        end: i64 = block.position + 1
+        first: i64 = block.position
+        least: i64 = max(end - wanted, 0)
         last = block
         values = node.values[self.group]
         while first > least:
@@ -127,14 +139,12 @@ class BlockAllocator(FileLevel):
             first -= 1
             last = warmer
         count = end - first
-        dropped = cast(list[Block], values[first:end])
-        dropped.reverse()
-        taken.extend(dropped)  # marked as in no queue with the others
         self.queues.unlink(block, last, head.queue, count)
-        self._drop_span(node, first, end)
+        dropped = self._drop_span(node, first, end)
+        dropped.reverse()
         self.counters.alloc_total += count
         self.counters.dropped += count
-        return True
+        return dropped
 
     # -- holding and releasing -------------------------------------------------------------------------------------------
 
@@ -199,29 +209,29 @@ class BlockAllocator(FileLevel):
         """:meth:`release` for each but placeholders, the last one first: so a prompt's tail is given up before its head."""
         queues = self.queues
         anything_busy = self.num_busy[PRIMARY] > 0
-        stamp = queues.next_stamp
-        open_queue = NOT_QUEUED    # the list at whose back a run is being linked
+        stamp: i64 = queues.next_stamp
+        open_queue: i64 = NOT_QUEUED  # the list at whose back a run is being linked
         last: QueueRecord = self.placeholder
-        count = 0
+        count: i64 = 0
         held_by: Node | None = None
-        held = 0                   # of that node's handles, and no more by anybody
+        held: i64 = 0              # of that node's handles, and no more by anybody
         for block in reversed(blocks):
             references = block.ref_count - 1
-            if references > 0:
-                block.ref_count = references
+            if references != 0:
+                if references > 0:
+                    block.ref_count = references
+                else:
+                    assert block.id < 0
                 continue
-            if block.id < 0:
-                continue
-            assert references == 0
             block.ref_count = 0
-            index = block.index
+            index: i64 = block.index
             if block.node is not held_by:
                 if held_by is not None:
                     held_by.held[self.group] -= held
                 held_by = block.node
                 held = 0
             held += 1
-            if held_by is None or block.extra is not None or level_of(index) != PRIMARY or (anything_busy and index in self.busy):
+            if held_by is None or block.extra is not None or index & LEVEL_BITS != PRIMARY or (anything_busy and self.is_busy(block)):
                 if count > 0:
                     queues.appended(last, open_queue, count)
                     count = 0

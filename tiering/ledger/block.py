@@ -16,6 +16,8 @@ from kvtier.pools.pool_index import NVME, PoolIndex, level_of
 from kvtier.types import BlockId
 
 if TYPE_CHECKING:
+    from mypy_extensions import i64
+
     from kvtier.tiering.ledger.node import Node
 
 
@@ -57,11 +59,11 @@ class Block(QueueRecord):
         super().__init__()
         self.id = block_id
         self.index = index
-        self.generation = 0
-        self.ref_count = 0
+        self.generation: i64 = 0
+        self.ref_count: i64 = 0
         self.node: Node | None = None
-        self.position = 0
-        self.num_tokens = 0
+        self.position: i64 = 0
+        self.num_tokens: i64 = 0
 
     @property
     def has_content(self) -> bool:

@@ -225,10 +225,8 @@ def remaining_blocks_to_completion(state: LedgerState, request: Request | Active
     if kind != WINDOW:
         return max(total - held_blocks(request, group), 0)
     left = max(total - _exclusive_blocks(request, group), 0)
-    if asked.beam_width > 1:
-        return left
     geometry = state.geometries[group]
-    return min(left, geometry.num_blocks(end) - len(request.rows[group].blocks) + num_tail_copies(state, request, group))
+    return min(left, num_chunk_blocks(geometry, request, request.rows[group], end) + num_tail_copies(state, request, group))
 
 
 def most_blocks(state: LedgerState, request: Request, num_tokens: int, group: int) -> int:

@@ -109,10 +109,10 @@ class LevelTable(SlotTable):
                 node.lower[self.group] -= 1
             self.events.level_changed(self.group, node.run, block.position, old, new)
 
-    def _drop_span(self, node: Node, first: int, end: int) -> None:
+    def _drop_span(self, node: Node, first: int, end: int) -> list[Block]:
         """Blocks ``[first, end)`` of one run, all there, without lower copies and in no queue, lose their content, the last one first."""
         self.events.removed_span(self.group, node.run, first, end)
-        self.tree.detach_span(node, self.group, first, end)
+        return self.tree.detach_span(node, self.group, first, end)
 
     # -- down ------------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,8 @@
-"""``Request``: what an engine asks the tier to hold, checked once when it is made (design: public names)."""
+"""``Request``: what an engine asks the tier to hold, checked once when it is made (design: public names).
+
+Compiled code answers an argument that does not fit its annotation with a TypeError of its own. What users pass is therefore
+annotated as Any, is checked here, and has its type in the list of arguments.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +67,7 @@ class MultimodalItem:
         RequestError: a digest of another length, an empty, negative or overlapping run.
     """
 
-    def __init__(self, digest: bytes, runs: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, digest: Any, runs: Any) -> None:
         if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
             raise RequestError(f"digest={digest!r}: a content digest is {DIGEST_BYTES} bytes (for example a SHA-256)")
         if not isinstance(runs, Sequence) or not runs:
@@ -85,44 +89,45 @@ class Request:
     """One sequence to be served.
 
     Args:
-        id: the engine's id; unique among active sequences.
+        id: the engine's id, an int; unique among active sequences.
         tokens: prompt token ids, see :func:`token_bytes`. At least one.
-        lora_id: adapter the prompt is computed with. Blocks of different adapters are never shared. ``lora_digest`` (stable
+        lora_id: int; the adapter the prompt is computed with. Blocks of different adapters are never shared. ``lora_digest`` (stable
             across processes) lets such blocks reach NVMe.
-        cache_salt: blocks are shared only among requests of equal salt.
-        extra_ids: one unsigned 64-bit id per prompt token (prompt tuning); ``extra_ids_digest`` lets such blocks reach NVMe.
-        multimodal: items whose content is part of the key of the blocks they overlap.
-        retention: how long blocks are kept; None keeps priority 35.
-        beam_width: how many beams continue the prompt.
-        max_new_tokens: how many tokens may be generated; used by capacity estimates.
-        num_draft_tokens: speculative tokens per step; used by capacity estimates.
-        encoder_length: encoder tokens of cross-attention layers. ``encoder_digest`` (32 bytes that identify the encoder's input) is
+        cache_salt: str; blocks are shared only among requests of equal salt.
+        extra_ids: sequence of int, one unsigned 64-bit id per prompt token (prompt tuning); ``extra_ids_digest`` lets such
+            blocks reach NVMe.
+        multimodal: sequence of :class:`MultimodalItem`, whose content is part of the key of the blocks they overlap.
+        retention: RetentionConfig; how long blocks are kept; None keeps priority 35.
+        beam_width: int; how many beams continue the prompt.
+        max_new_tokens: int; how many tokens may be generated; used by capacity estimates.
+        num_draft_tokens: int; speculative tokens per step; used by capacity estimates.
+        encoder_length: int; encoder tokens of cross-attention layers. ``encoder_digest`` (32 bytes that identify the encoder's input) is
             part of the key of every block; without it such a request neither matches nor stores anything, because what its decoder
             layers keep depends on the encoder.
-        skip_read: match nothing. skip_write: store nothing.
+        skip_read: bool; match nothing. skip_write: bool; store nothing.
 
     Raises:
         RequestError: see each argument.
     """
 
-    def __init__(self, id: int, tokens: object, *, lora_id: int | None = None, cache_salt: str | None = None,
-                 extra_ids: Sequence[int] | None = None, multimodal: Sequence[MultimodalItem] = (),
-                 retention: RetentionConfig | None = None, beam_width: int = 1, max_new_tokens: int = 16,
-                 num_draft_tokens: int = 0, encoder_length: int = 0, skip_read: bool = False, skip_write: bool = False,
-                 lora_digest: bytes | None = None, extra_ids_digest: bytes | None = None, encoder_digest: bytes | None = None) -> None:
+    def __init__(self, id: Any, tokens: object, *, lora_id: Any = None, cache_salt: Any = None,
+                 extra_ids: Any = None, multimodal: Any = (),
+                 retention: Any = None, beam_width: Any = 1, max_new_tokens: Any = 16,
+                 num_draft_tokens: Any = 0, encoder_length: Any = 0, skip_read: Any = False, skip_write: Any = False,
+                 lora_digest: Any = None, extra_ids_digest: Any = None, encoder_digest: Any = None) -> None:
         if type(id) is not int and (isinstance(id, bool) or not isinstance(id, int)):
             raise RequestError(f"id={id!r}: a request id is a whole number")
-        self.id = id
+        self.id: int = id
         self.token_bytes = token_bytes(tokens)
         self.num_tokens = len(self.token_bytes) // 4
         if self.num_tokens == 0:
             raise RequestError(f"request {id}: tokens=[]; a prompt has at least one token")
-        self.lora_id = lora_id
-        self.cache_salt = cache_salt
-        self.extra_ids: tuple[int, ...] | None = None
-        self.multimodal: tuple[MultimodalItem, ...] = ()
         if lora_id is not None or cache_salt is not None:
             _check_owner(id, lora_id, cache_salt)
+        self.lora_id: int | None = lora_id
+        self.cache_salt: str | None = cache_salt
+        self.extra_ids: tuple[int, ...] | None = None
+        self.multimodal: tuple[MultimodalItem, ...] = ()
         if extra_ids is not None:
             self.extra_ids = _checked_extra_ids(id, extra_ids, self.num_tokens)
         if lora_digest is not None:
@@ -138,18 +143,18 @@ class Request:
         if (type(beam_width) is not int or beam_width < 1 or type(max_new_tokens) is not int or max_new_tokens < 0
                 or type(num_draft_tokens) is not int or num_draft_tokens < 0 or type(encoder_length) is not int or encoder_length < 0):
             _check_counts(id, beam_width, max_new_tokens, num_draft_tokens, encoder_length)
-        self.retention = retention
-        self.beam_width = beam_width
-        self.max_new_tokens = max_new_tokens
-        self.num_draft_tokens = num_draft_tokens
-        self.encoder_length = encoder_length
+        self.retention: RetentionConfig | None = retention
+        self.beam_width: int = beam_width
+        self.max_new_tokens: int = max_new_tokens
+        self.num_draft_tokens: int = num_draft_tokens
+        self.encoder_length: int = encoder_length
         if type(skip_read) is not bool or type(skip_write) is not bool:
             raise RequestError(f"request {id}: skip_read={skip_read!r}, skip_write={skip_write!r}; pass True or False")
-        self.skip_read = skip_read
-        self.skip_write = skip_write
-        self.lora_digest = lora_digest
-        self.extra_ids_digest = extra_ids_digest
-        self.encoder_digest = encoder_digest
+        self.skip_read: bool = skip_read
+        self.skip_write: bool = skip_write
+        self.lora_digest: bytes | None = lora_digest
+        self.extra_ids_digest: bytes | None = extra_ids_digest
+        self.encoder_digest: bytes | None = encoder_digest
 
 
 def _check_owner(id: int, lora_id: object, cache_salt: object) -> None:

@@ -9,13 +9,16 @@ lies behind stays in the tree, reachable again once the hole is refilled.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final, cast
 
 from kvtier.pools.pool_index import PRIMARY, level_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.key import NO_CHAIN, Identity, KeyRun, Namespace, TokenKeys
 from kvtier.tiering.ledger.node import Node, Walk, cut, cut_run, filled_length, grow
 from kvtier.tiering.ledger.siblings import PartialPlaces, SiblingOrder, common_tokens
+
+if TYPE_CHECKING:
+    from mypy_extensions import i64
 
 MAX_GROWING_RUN: Final = 64  # blocks; longer runs are continued in a child, so that growing stays cheap
 COPIED_BYTES: Final = 4096  # so much is copied and compared sooner than ``startswith`` is called or a view made
@@ -191,13 +194,16 @@ class ReuseTree:
     def attach_span(self, node: Node, first: int, group: int, blocks: list[Block], start: int, count: int) -> None:
         """Put the full blocks ``blocks[start:start + count]`` into the empty places from ``first`` on. They are in no place, somebody
         references each of them, and all are on the primary level: a sequence's own."""
-        values = node.values[group]
-        num_tokens = self.tokens_per_block
-        span = blocks[start:start + count]
+        num_tokens: i64 = self.tokens_per_block
+        span = cast("list[Block | None]", blocks[start:start + count])
         assert len(span) == count
-        values[first:first + count] = span
-        position = first
+        if count == node.length:
+            node.values[group] = span
+        else:
+            node.values[group][first:first + count] = span
+        position: i64 = first
         for block in span:
+            assert block is not None
             assert block.node is None
             block.node = node
             block.position = position
@@ -225,19 +231,26 @@ class ReuseTree:
         if position == node.length - 1 and not node.children:
             self.prune(node)
 
-    def detach_span(self, node: Node, group: int, first: int, end: int) -> None:
-        """Take the handles out of the places [first, end) of a run: each place has one, nobody references them, and all are on the
-        primary level, as those are that are given up together."""
+    def detach_span(self, node: Node, group: int, first: int, end: int) -> list[Block]:
+        """Take the handles out of the places [first, end) of a run and return them: each place has one, nobody references them, and all
+        are on the primary level, as those are that are given up together."""
         values = node.values[group]
-        for block in values[first:end]:
+        count = end - first
+        if count == node.length:
+            span = values
+            node.values[group] = [None] * count
+        else:
+            span = values[first:end]
+            values[first:end] = [None] * count
+        for block in span:
             assert block is not None
             block.node = None
             block.position = 0
             block.num_tokens = 0
-        values[first:end] = [None] * (end - first)
-        node.present[group] -= end - first
+        node.present[group] -= count
         if end == node.length and not node.children:
             self.prune(node)
+        return cast("list[Block]", span)
 
     def prune(self, node: Node) -> None:
         """Drop holes at the end of a childless run, and the run itself when nothing is left, then look at its parent."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import TransferError
-from kvtier.io.manifest import Manifest, ManifestRow, QuarantineRow
+from kvtier.io.manifest import Manifest, ManifestRow, QuarantineRow, wal_path
 from kvtier.io.wal_check import claimed_frames
 
 NAMESPACE = b"n" * 32
@@ -288,12 +288,42 @@ def test_every_flipped_bit_in_a_log_is_noticed_or_harmless(killed: Path) -> None
     assert noticed > len(positions) * 0.9
 
 
-def test_a_log_cut_off_in_the_middle_of_a_commit_costs_that_commit_and_is_noticed(killed: Path) -> None:
+def test_a_log_that_ends_in_the_middle_of_a_commit_costs_that_commit_alone(killed: Path) -> None:
     log = killed.with_name("manifest.sqlite-wal")
     os.truncate(log, 32 + (claimed_frames(log) - 1) * (24 + 4096))
     contents = load(killed)
+    assert contents.damage == []
     assert len(contents.rows) == 1323
-    assert "its end is lost" in contents.damage[0]
+
+
+@pytest.mark.parametrize("num_commits_before", [0, 1])
+def test_what_is_left_of_a_commit_that_never_ended_is_never_taken_for_damage(path: Path, tmp_path: Path, num_commits_before: int) -> None:
+    """Not by the next start, and not by the one after that, when a shorter commit has been written over its beginning."""
+    def kill(manifest: Manifest, name: str) -> Path:
+        """The files as a process that is killed now leaves them."""
+        (tmp_path / name).mkdir()
+        for file in ("manifest.sqlite", "manifest.sqlite-wal"):
+            shutil.copy(manifest.path.with_name(file), tmp_path / name / file)
+        manifest.close(5.0)
+        return tmp_path / name / "manifest.sqlite"
+
+    manifest = Manifest(path, NAMESPACE)
+    manifest.load()
+    manifest._connection.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
+    for slot in range(num_commits_before):
+        manifest.put([make_row(1000 + slot)])
+    before = claimed_frames(wal_path(path))
+    manifest.put([make_row(slot) for slot in range(2000, 2400)])
+    first = kill(manifest, "first")
+    after = claimed_frames(wal_path(first))
+    assert after > before + 5
+    os.truncate(wal_path(first), 32 + (after - 1) * (24 + 4096))
+    manifest = Manifest(first, NAMESPACE)
+    assert manifest.load().damage == []
+    manifest.put([make_row(3000)])
+    contents = load(kill(manifest, "second"))
+    assert contents.damage == []
+    assert len(contents.rows) == 304 + num_commits_before + 1
 
 
 def test_a_manifest_of_100_000_rows_is_loaded_whole(tmp_path: Path) -> None:

@@ -2,82 +2,41 @@
 
 from __future__ import annotations
 
-import itertools
-import random
-import runpy
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from kvtier.io.nvme_store import BlockWrite, NvmeStore
-from kvtier.pools.nvme_geometry import NvmeGeometry
-
-CHILD = Path(__file__).with_name("crash_child.py")
-child = runpy.run_path(str(CHILD))
+from kvtier.bench.integrity_child import POINTS
+from kvtier.bench.integrity_crash import ANY_MOMENT, CrashHistory
+from kvtier.bench.integrity_outcome import Outcome
 
 
-def run_child(directory: Path, seed: int, point: str, nth: int, seconds: float | None = None) -> int:
-    """Let the child work until it dies; returns how many operations had returned."""
-    process = subprocess.Popen([sys.executable, str(CHILD), str(directory), str(seed), point, str(nth)], stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE)
-    if seconds is not None:
-        assert process.stdout is not None
-        process.stdout.readline()  # it has begun to work
-        time.sleep(seconds)
-        process.kill()
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL, errors.decode()
-    lines = output.split()
-    return int(lines[-1]) + 1 if lines else 0
+def no_wrong_block(outcome: Outcome) -> bool:
+    """A rebuilt manifest may bring blocks back that had been given up (right ones); nothing else may appear."""
+    return outcome.wrong == outcome.unexplained == 0 and (outcome.rebuilt or outcome.came_back == 0)
 
 
-def check(directory: Path, seed: int, returned: int, expected: dict[int, bytes]) -> dict[int, bytes]:
-    """Open the store, compare it with what must be there, and return what is there."""
-    sequence = list(itertools.islice(child["operations"](seed), returned + 1))
-    for verb, blocks in sequence[:returned]:
-        for slot, key in blocks:
-            expected.pop(slot, None)
-            if verb == "write":
-                expected[slot] = key
-    verb, blocks = sequence[returned]  # was under way: each of its slots holds the old block, none, or the new one
-    under_way = dict(blocks)
-    with NvmeStore.open(directory, child["NAMESPACE"], [NvmeGeometry(child["BLOCK_BYTES"], child["NUM_SLOTS"])],
-                        free_space_reserve=0) as store:
-        stored = {block.slot: block.key for block in store.stored_blocks()}
-        assert store.quarantined() == []
-        assert store.stats().dropped_rows == 0
-        out = np.empty(child["BLOCK_BYTES"], np.uint8)
-        for slot, key in stored.items():
-            store.read_block(0, slot, key, out)
-            assert np.array_equal(out, child["content"](key)), f"slot {slot} serves wrong bytes"
-        for slot in range(child["NUM_SLOTS"]):
-            if slot in under_way:
-                allowed = {None, expected.get(slot)} | ({under_way[slot]} if verb == "write" else set())
-                assert stored.get(slot) in allowed
-            else:
-                assert stored.get(slot) == expected.get(slot), f"slot {slot}: something committed was lost"
-        assert store.write_blocks([BlockWrite(0, 0, bytes(32), out, 35, 0.0)]) == [None]
-        store.discard(0, [0])
-    stored.pop(0, None)
-    return stored
+@pytest.mark.parametrize("point", POINTS)
+def test_a_process_killed_at_this_point_of_the_write_path_costs_no_committed_block(tmp_path: Path, point: str) -> None:
+    outcome = CrashHistory(tmp_path / "store", seed=POINTS.index(point)).kill(point)
+    assert no_wrong_block(outcome)
+    assert outcome.committed > 0
+    assert outcome.lost == 0
 
 
-@pytest.mark.parametrize("point", child["POINTS"])
-def test_a_process_killed_at_this_point_of_the_write_path_serves_only_right_bytes_afterwards(tmp_path: Path, point: str) -> None:
-    choice = random.Random(point)
-    left: dict[int, bytes] = {}
-    for seed in range(3):
-        returned = run_child(tmp_path / "store", seed, point, choice.randint(3, 40))
-        left = check(tmp_path / "store", seed, returned, left)
+def test_a_process_killed_at_any_moment_costs_no_committed_block(tmp_path: Path) -> None:
+    history = CrashHistory(tmp_path / "store", seed=1)
+    for _ in range(3):
+        outcome = history.kill(ANY_MOMENT)
+        assert no_wrong_block(outcome)
+        assert outcome.lost == 0
 
 
-def test_a_process_killed_at_any_moment_serves_only_right_bytes_afterwards(tmp_path: Path) -> None:
-    left: dict[int, bytes] = {}
-    for seed in range(100, 104):
-        returned = run_child(tmp_path / "store", seed, "nowhere", 0, seconds=0.05 + seed % 4 * 0.02)
-        left = check(tmp_path / "store", seed, returned, left)
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_200_kills_in_a_row_keep_what_was_committed(tmp_path: Path) -> None:
+    history = CrashHistory(tmp_path / "store", seed=2)
+    points = [ANY_MOMENT if number % 3 == 0 else POINTS[number % len(POINTS)] for number in range(200)]
+    outcomes = [history.kill(point) for point in points]
+    assert all(map(no_wrong_block, outcomes))
+    assert sum(outcome.lost for outcome in outcomes) <= 0.01 * sum(outcome.committed for outcome in outcomes)

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from naive_groups import GroupsDriver
 
+from kvtier.pools.pool_index import PRIMARY
 from kvtier.tiering.ledger import capacity
-from kvtier.tiering.ledger.group import CROSS
+from kvtier.tiering.ledger.group import CROSS, WINDOW, GroupSpec
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.rules import LedgerRules
@@ -86,3 +87,31 @@ def step(data: st.DataObject, cache: GroupsDriver, ids: list[int]) -> None:
     assert cache.append(ids, tokens)
     assert all(now >= then for now, then in zip(unreserved(cache), before, strict=True)), "a step takes no more than was reserved for it"
     cache.check()
+
+
+@pytest.mark.parametrize("window", range(1, 7))
+def test_beams_behind_a_window_never_reserve_more_than_they_were_admitted_for(window: int) -> None:
+    ledger = Ledger([GroupSpec((40, 0, 0), WINDOW, window)], 2, LedgerRules(chunk_size=2))
+    ledger.add_sequences([Request(0, [0] * 9)])
+    compute_in_chunks(ledger, 0)
+    ledger.remove_sequence(0, True)
+    request = Request(1, [0] * 10, beam_width=3, max_new_tokens=1)
+    free = ledger.allocators[0].queues.num_free(PRIMARY) - capacity.remaining_blocks_to_completion(ledger, request)
+
+    def check() -> None:
+        reserved = capacity.remaining_blocks_to_completion(ledger, ledger.sequence(1))
+        assert ledger.allocators[0].queues.num_free(PRIMARY) - reserved >= free
+
+    ledger.add_sequences([request])
+    check()
+    compute_in_chunks(ledger, 1)
+    check()
+    ledger.append_step([1], [[0, 0, 0]])
+    check()
+
+
+def compute_in_chunks(ledger: Ledger, request_id: int) -> None:
+    sequence = ledger.sequence(request_id)
+    while sequence.computed < sequence.num_tokens:
+        assert ledger.extend_prefill(request_id)
+        ledger.mark_computed(request_id, sequence.covered)
