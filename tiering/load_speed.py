@@ -100,9 +100,10 @@ class LoadMeter:
             route.ended(self.block_bytes[move.group], at, is_good)
 
     def _route(self, move: Move) -> RouteMeter | None:
-        if move.num_tokens or move.mode == DEBUGGED:
+        source, destination = level_of(move.source), level_of(move.destination)
+        if source <= destination or move.num_tokens or move.mode == DEBUGGED:
             return None  # part of a block, or on a way that nobody takes for its speed
-        return self.routes.get((level_of(move.source), level_of(move.destination)))
+        return self.routes[source, destination]
 
     def waiting_seconds(self, level: int) -> float:
         """How long a load from this level stands behind those that are on their way from there already."""

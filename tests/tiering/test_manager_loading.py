@@ -131,6 +131,25 @@ def test_two_sequences_that_compute_the_same_again_end_well(warm_cache: WarmCach
     assert cache.match(PROMPT).tokens_by_level == (12, 0, 0)
 
 
+def test_blocks_that_a_lease_holds_keep_their_place(warm_cache: WarmCache) -> None:
+    cache = warm_cache()
+    be_fast(cache)
+    know(cache, NVME)
+    engine = ToyEngine(cache)
+    engine.admit(Request(1, PROMPT))
+    engine.learn(1)
+    engine.forward([1])
+    lease = cache.pin(1)
+    cache.store_context(1)
+    cache.verify()
+    assert [cache.block(block_id).ref_count for block_id in lease.block_ids] == [2, 2, 2, 2]
+    engine.forward([1])
+    engine.remove(1)
+    lease.release()
+    cache.verify()
+    assert cache.stats().leases == 0
+
+
 def test_without_backings_the_slow_slot_is_given_back(make_cache: MakeCache) -> None:
     cache = make_cache(8, 4, 16)
     ToyEngine(cache).serve(Request(1, PROMPT))

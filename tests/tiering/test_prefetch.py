@@ -196,11 +196,14 @@ def test_content_of_higher_priority_is_not_given_up(warm_cache: WarmCache) -> No
     engine = ToyEngine(cache)
     engine.serve(Request(1, tokens_of(7, 13), retention=high))
     engine.serve(Request(2, tokens_of(8, 13), retention=high))
-    kept = cache.match(tokens_of(8, 13)).reusable_blocks
-    cache.flush()
+    assert cache.transfers.idle(PATIENCE)
+    cache.refresh()
+    before = [cache.match(tokens_of(seed, 13)).tokens_by_level for seed in (7, 8)]
+    assert sum(levels[1] for levels in before) == 4  # the whole secondary level
     prefetch = cache.prefetch(PROMPT)
-    finished(prefetch)
-    assert cache.match(tokens_of(8, 13)).reusable_blocks == kept
+    assert finished(prefetch) is PrefetchState.FINISHED
+    assert prefetch.read_blocks == 0
+    assert [cache.match(tokens_of(seed, 13)).tokens_by_level for seed in (7, 8)] == before
     cache.verify()
 
 
