@@ -37,6 +37,12 @@ KEPT_SECONDS: Final = 30.0
 """How long what was raised is not given up for another prefetch."""
 
 
+MOST_AT_ONCE: Final = 16
+"""Blocks begun while the ledger's lock is held once: whoever waits for it waits for no more."""
+
+PAUSE: Final = 0.001  # seconds in which others get the lock
+
+
 class PrefetchState(enum.Enum):
     """How far a prefetch has got."""
 
@@ -120,13 +126,35 @@ class Budget:
         self._left -= num_bytes
 
 
+class KeptBlocks:
+    """Blocks of one group that were raised a moment ago."""
+
+    def __init__(self) -> None:
+        self.ids: set[int] = set()
+        self._until: dict[int, float] = {}
+        self._queue: deque[tuple[float, int]] = deque()
+
+    def add(self, block_id: int, until: float) -> None:
+        self.ids.add(block_id)
+        self._until[block_id] = until
+        self._queue.append((until, block_id))
+
+    def forget_older(self, now: float) -> None:
+        while self._queue and self._queue[0][0] <= now:
+            until, block_id = self._queue.popleft()
+            if self._until.get(block_id) == until:  # otherwise it was raised again since
+                del self._until[block_id]
+                self.ids.discard(block_id)
+
+
 class Prefetching(TierCore):
     """Prefetches, and the thread that carries them on between the engine's calls."""
 
     def __init__(self, layout: KVLayout, config: TierConfig, device: str = "cpu", model: str | None = None) -> None:
         super().__init__(layout, config, device, model)
         self._prefetches: list[Prefetch] = []
-        self._kept: list[tuple[float, int, int]] = []  # (until when, group, block id), in this order
+        self._kept = [KeptBlocks() for _ in layout.groups]
+        self._reading: list[StoredBlock] = []  # begun and not known to have ended
         self._budget = Budget(config.prefetch_bytes_per_second, self._clock())
         # One reader at least is left to requests, where there are several.
         self._prefetch_depth = max(config.read_threads - 1, 1)
@@ -204,28 +232,34 @@ class Prefetching(TierCore):
         while True:
             try:
                 with self.locked() as ledger:
-                    self._carry_on(ledger)
+                    is_more = self._carry_on(ledger)
                     is_idle = not self._prefetches
             except KVTierError:
                 if self._closed:
                     return
                 raise
-            self._prefetch_wake.wait(None if is_idle else LOOK_UP)
+            self._prefetch_wake.wait(PAUSE if is_more else None if is_idle else LOOK_UP)
             self._prefetch_wake.clear()
 
-    def _carry_on(self, ledger: Ledger) -> None:
-        """Begin what may be begun now: the oldest prefetch first. Quick, because the ledger's lock is held."""
+    def _carry_on(self, ledger: Ledger) -> bool:
+        """Begin what may be begun now, the oldest prefetch first. Returns whether that was all for the sake of others only."""
         now = self._clock()
-        while self._kept and self._kept[0][0] <= now:
-            self._kept.pop(0)
+        for kept in self._kept:
+            kept.forget_older(now)
+        self._reading = [stored for stored in self._reading
+                         if stored.block.ref_count == 0 and ledger.allocators[stored.group].is_busy(stored.block)]
+        left = MOST_AT_ONCE
         for prefetch in list(self._prefetches):
-            self._raise_more(ledger, prefetch, now)
-            self._read_more(ledger, prefetch, now)
+            left = self._read_more(ledger, prefetch, now, self._raise_more(ledger, prefetch, now, left))
             if not prefetch._to_read and not prefetch._rising:
                 self._end_prefetch(prefetch, PrefetchState.FINISHED)
+            if left <= 0:
+                return True
+        return False
 
-    def _read_more(self, ledger: Ledger, prefetch: Prefetch, now: float) -> None:
-        while prefetch._to_read:
+    def _read_more(self, ledger: Ledger, prefetch: Prefetch, now: float, left: int) -> int:
+        """Begin at most ``left`` reads; returns how many more may be begun."""
+        while prefetch._to_read and left > 0:
             stored = prefetch._to_read[0]
             level = level_of(stored.block.index)
             if not is_unused(ledger, stored) or level == PRIMARY:  # there, or somebody else's
@@ -235,22 +269,26 @@ class Prefetching(TierCore):
                 prefetch._rising.append(prefetch._to_read.popleft())
                 continue
             if (self._load_meter.routes[NVME, PRIMARY].outstanding_bytes  # a request waits for these reads: they come first
-                    or self._num_reading(ledger) >= self._prefetch_depth or not self._budget.allows(now)):
-                return
-            if not raise_to_secondary(ledger, stored, self._kept_ids(stored.group)):
+                    or len(self._reading) >= self._prefetch_depth or not self._budget.allows(now)):
+                break
+            if not raise_to_secondary(ledger, stored, self._kept[stored.group].ids):
                 prefetch._to_read.clear()  # what lies behind is of no use without it
-                return
+                break
             self._began(stored, now)
+            left -= 1
+            self._reading.append(stored)
             prefetch.read_blocks += 1
             self._prefetched.read_blocks += 1
             prefetch._rising.append(prefetch._to_read.popleft())
+        return left
 
-    def _raise_more(self, ledger: Ledger, prefetch: Prefetch, now: float) -> None:
-        while prefetch._rising:
+    def _raise_more(self, ledger: Ledger, prefetch: Prefetch, now: float, left: int) -> int:
+        """Begin at most ``left`` copies; returns how many more may be begun."""
+        while prefetch._rising and left > 0:
             stored = prefetch._rising[0]
             block = stored.block
             if block.ref_count == 0 and ledger.allocators[stored.group].is_busy(block):
-                return  # still being read
+                break  # still being read
             if block.node is None:
                 prefetch.lost_blocks += 1
                 self._prefetched.lost_blocks += 1
@@ -259,22 +297,17 @@ class Prefetching(TierCore):
                 prefetch._rising.popleft()
                 continue
             if not self._budget.allows(now):
-                return
-            if raise_to_primary(ledger, stored, self._kept_ids(stored.group)):
+                break
+            if raise_to_primary(ledger, stored, self._kept[stored.group].ids):
                 self._began(stored, now)
+                left -= 1
                 prefetch.raised_blocks += 1
                 self._prefetched.raised_blocks += 1
             prefetch._rising.popleft()
-
-    def _num_reading(self, ledger: Ledger) -> int:
-        return sum(stored.block.ref_count == 0 and ledger.allocators[stored.group].is_busy(stored.block)
-                   for prefetch in self._prefetches for stored in prefetch._rising)
+        return left
 
     def _began(self, stored: StoredBlock, now: float) -> None:
         num_bytes = self.layout.groups[stored.group].block_bytes
         self._budget.spend(num_bytes)
         self._prefetched.bytes += num_bytes
-        self._kept.append((now + KEPT_SECONDS, stored.group, stored.block.id))
-
-    def _kept_ids(self, group: int) -> set[int]:
-        return {block_id for _until, kept_group, block_id in self._kept if kept_group == group}
+        self._kept[stored.group].add(stored.block.id, now + KEPT_SECONDS)

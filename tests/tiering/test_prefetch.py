@@ -12,7 +12,7 @@ from toy_engine import OTHER, PROMPT, MakeCache, ToyEngine, WarmCache, delays, f
 
 from kvtier import ConfigError, KVCacheManager, Level, Request, RequestError, RetentionConfig, TokenRange
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
-from kvtier.tiering.prefetching import BURST_SECONDS, Budget, Prefetch, PrefetchState
+from kvtier.tiering.prefetching import BURST_SECONDS, MOST_AT_ONCE, Budget, KeptBlocks, Prefetch, PrefetchState
 
 pytestmark = pytest.mark.usefixtures("no_failed_callbacks")
 
@@ -378,3 +378,45 @@ def test_what_is_no_prompt_is_refused(make_cache: MakeCache) -> None:
     for tokens in bad:
         with pytest.raises(RequestError):
             cache.prefetch(tokens)
+
+
+# -- a long prompt ---------------------------------------------------------------------------------------------------------
+
+def test_a_long_prompt_rises_in_small_portions(make_cache: MakeCache) -> None:
+    prompt = tokens_of(5, 401)
+    cache = make_cache(110, 110, 110)
+    ToyEngine(cache).serve(Request(1, prompt))
+    assert cache.flush()
+    for block_id in range(110):
+        if cache.block(block_id).tokens and cache.block(block_id).level == Level.PRIMARY and cache.block(block_id).is_full:
+            cache.offload(block_id)
+    assert cache.match(prompt).tokens_by_level[1] == 400
+    calls: list[int] = []
+    carry_on = cache._carry_on
+
+    def counted(ledger: Any) -> bool:
+        before = cache._prefetched.raised_blocks
+        is_more = carry_on(ledger)
+        calls.append(cache._prefetched.raised_blocks - before)
+        return is_more
+
+    cache._carry_on = counted  # type: ignore[method-assign]
+    prefetch = cache.prefetch(prompt)
+    assert finished(prefetch) is PrefetchState.FINISHED
+    assert prefetch.raised_blocks == 100
+    assert max(calls) <= MOST_AT_ONCE
+    assert ToyEngine(cache).serve(Request(2, prompt)) == 400
+    cache.verify()
+
+
+def test_what_was_raised_is_kept_for_a_while() -> None:
+    kept = KeptBlocks()
+    kept.add(1, 10.0)
+    kept.add(2, 11.0)
+    kept.add(1, 20.0)
+    kept.forget_older(9.0)
+    assert kept.ids == {1, 2}
+    kept.forget_older(15.0)
+    assert kept.ids == {1}
+    kept.forget_older(20.0)
+    assert kept.ids == set()
