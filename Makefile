@@ -8,9 +8,12 @@ ARGS ?=
 BIN := $(abspath $(VENV))/bin
 READY := $(VENV)/.installed
 COMPILED := build/compiled
+# Two processes share the tests; ARGS="-n 0" runs them in one, ARGS="-n 8" in eight. OpenMP threads of both would only spin.
+IN_PARALLEL := -n 2 --dist worksteal
+test test-compiled fuzz-ledger: export OMP_NUM_THREADS ?= 1
 PURE_TESTS := $(wildcard tests/policies tests/tiering/ledger tests/cases)
 
-.PHONY: venv demo test types lint compiled test-compiled bench-ledger fuzz-ledger test-gpu wheel clean
+.PHONY: venv demo test types lint compiled test-compiled bench-ledger fuzz-ledger soak test-gpu wheel clean
 
 venv: $(READY)
 
@@ -22,7 +25,7 @@ demo: $(READY)
 	@$(BIN)/kvtier demo $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -47,17 +50,22 @@ compiled: wheel
 
 test-compiled: compiled
 	PYTHONPATH=$(COMPILED) $(BIN)/python scripts/check_compiled.py $(COMPILED)
-	PYTHONPATH=$(COMPILED) $(BIN)/python -m pytest $(or $(PURE_TESTS),$(error no tests of the pure rooms)) $(ARGS)
+	PYTHONPATH=$(COMPILED) $(BIN)/python -m pytest $(or $(PURE_TESTS),$(error no tests of the pure rooms)) $(IN_PARALLEL) $(ARGS)
 
 # The ledger's figures, compiled. vLLM is measured beside where LEDGER_PYTHON's environment has it (same Python version as .venv's).
 LEDGER_PYTHON ?= $(BIN)/python
 bench-ledger: compiled
 	PYTHONPATH=$(COMPILED) $(LEDGER_PYTHON) -m kvtier.cli bench ledger $(ARGS)
 
-# The random machines over the ledger of every layout, much longer than in the tests: a million steps take about an hour.
+# The random machine over the ledger of every layout, much longer than in the tests.
 STEPS ?= 1000000
 fuzz-ledger: $(READY)
-	LEDGER_FUZZ_STEPS=$(STEPS) $(BIN)/python -m pytest tests/tiering/ledger/test_groups_properties.py --timeout=0 $(ARGS)
+	LEDGER_FUZZ_STEPS=$(STEPS) $(BIN)/python -m pytest tests/tiering/ledger/test_ledger_properties.py --timeout=0 $(IN_PARALLEL) $(ARGS)
+
+# All faults mixed with real traffic, restarts and kills, every byte checked; prints a JSON summary.
+MINUTES ?= 10
+soak: $(READY)
+	$(BIN)/python scripts/soak.py --minutes $(MINUTES) $(ARGS)
 
 # For a machine with a GPU that has torch, triton and cupy already; installs nothing, so it takes the system's Python.
 test-gpu:

@@ -172,6 +172,10 @@ class DirectFile:
         """Bytes that the file occupies on its filesystem now."""
         return os.fstat(self._descriptor).st_blocks * 512
 
+    def is_deleted(self) -> bool:
+        """Whether the file has no name any more: what is written to it goes when it is closed."""
+        return os.fstat(self._descriptor).st_nlink == 0
+
     def resize(self, num_bytes: int) -> None:
         """Make the file exactly ``num_bytes`` long, with every byte of it allocated on the filesystem.
 

@@ -20,6 +20,7 @@ from typing import Final, TypeAlias
 
 from kvtier.errors import TransferError
 from kvtier.io.checksum import row_digest
+from kvtier.io.faults import FaultOperation, Faults
 from kvtier.io.manifest_rows import ROW_LAYOUT, ManifestContents, ManifestRow, Place, QuarantineRow, Totals
 from kvtier.io.sqlite_errors import outer_cause, primary_code
 from kvtier.io.wal_check import claimed_frames
@@ -60,6 +61,7 @@ class Manifest:
 
     Attributes:
         write_error: why the file could be read but not written when it was loaded; ``None`` otherwise.
+        faults: injected into commits.
 
     Call :meth:`load` first. Methods that change rows commit once and raise ``TransferError`` when SQLite cannot; nothing has
     changed in memory then, and what the file holds is read again before the next change.
@@ -72,6 +74,7 @@ class Manifest:
         self._claimed_frames = claimed_frames(wal_path(path))
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite gives its side files the same mode
         self.write_error: TransferError | None = None
+        self.faults: Faults | None = None
         self._connection = _connect(path)
         self._closed = False
         self._must_clear = False   # a clear that could not be committed yet
@@ -261,12 +264,14 @@ class Manifest:
             raise TransferError(f"{self.path} is closed")
         execute = self._connection.execute
         try:
+            if self.faults is not None:
+                self.faults.before(FaultOperation.COMMIT)
             execute("BEGIN IMMEDIATE")
             for statement, parameters in statements:
                 self._connection.executemany(statement, parameters) if parameters != [()] else execute(statement)
             execute("INSERT OR REPLACE INTO totals VALUES (1, ?, ?, ?, ?, ?, ?)", (*totals, totals.digest()))
             execute("COMMIT")
-        except _SQLITE_ERRORS as error:
+        except (OSError, *_SQLITE_ERRORS) as error:  # OSError: injected
             self._must_reload = True  # whether the commit reached the file is not known
             try:
                 if self._connection.in_transaction:

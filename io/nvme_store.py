@@ -8,21 +8,22 @@ its row is corruption, never routine. Every read verifies header and block, and 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-
-import numpy as np
+from typing import Final
 
 from kvtier.errors import CorruptBlock, TransferError
 from kvtier.io.direct_file import Buffer
 from kvtier.io.faults import Faults
+from kvtier.io.incident import Incident
 from kvtier.io.manifest import ManifestRow, Place, QuarantineRow, collector_paused
 from kvtier.io.slab import SlabFile
+from kvtier.io.store_arguments import misfit, objection, runs_of_different_slots
+from kvtier.io.store_directory import deleted
 from kvtier.io.store_messages import BlockWrite, NvmeStats, StoredBlock
 from kvtier.io.store_open import OpenedStore, open_store
 from kvtier.io.write_pause import WritePause
@@ -31,6 +32,8 @@ from kvtier.pools.nvme_geometry import NvmeGeometry
 __all__ = ["BlockWrite", "NvmeStats", "NvmeStore", "StoredBlock"]
 
 _log = logging.getLogger(__name__)
+_RELEASE_SECONDS: Final = 1.0
+"""The least time that closing gives to the last commit, however little is left of the caller's."""
 
 
 class NvmeStore:
@@ -50,8 +53,10 @@ class NvmeStore:
         self._pause = WritePause(str(opened.home.path), clock)
         if opened.manifest.write_error is not None:
             self._pause.failed(f"The store was opened for reading: {opened.manifest.write_error}")
+        self._bad_blocks = Incident(_log)
         self._write_lock = threading.Lock()
         self._close_lock = threading.Lock()
+        self._releasing: threading.Thread | None = None
         self._released = False
         self._gate = threading.Condition()  # guards everything below
         self._active = 0
@@ -73,7 +78,7 @@ class NvmeStore:
             directory: for this store alone; folder mode 0700, files 0600.
             namespace: JSON object as text: what the keys presuppose (model, dtype, layout, ranks, ...). Kept in clear.
             geometries: one per group, in order.
-            faults: injected failures, for tests.
+            faults: injected failures.
             free_space_reserve: bytes that preallocation must leave free on the filesystem; default 1 % of it, 1 GiB at most.
             sync: make each commit, and the blocks before it, survive a loss of power. Without it a loss of power may cost
                 the latest blocks and send some of the latest slots to the quarantine; a crash of the process costs neither.
@@ -84,6 +89,7 @@ class NvmeStore:
                 too little room; a slab is shorter than it was.
         """
         opened = open_store(directory, namespace, geometries, faults=faults, free_space_reserve=free_space_reserve, sync=sync)
+        opened.manifest.faults = faults
         return cls(opened, sync, clock)
 
     def read_block(self, group: int, slot: int, key: bytes, out: Buffer) -> None:
@@ -99,10 +105,7 @@ class NvmeStore:
             TransferError: there is no such block, its slot is quarantined, or the read failed or was short. After a failed
                 or short read the caller calls ``quarantine`` too, which does nothing where no block is stored.
         """
-        slab = self._slab_of(group, slot)
-        if not _fits(out, slab.geometry) or not out.flags.writeable:
-            raise TransferError(f"group {group}, slot {slot}: cannot read into {_describe(out)}; it must be contiguous writable uint8 "
-                                f"of {slab.geometry.block_bytes} or {slab.geometry.payload_bytes} bytes")
+        slab = self._readable_into(group, slot, out)
         with self._busy():
             self._require_stored(group, slot, key)
             try:
@@ -118,6 +121,28 @@ class NvmeStore:
             with self._gate:
                 self._hits[group, slot] = self._hits.get((group, slot), 0) + 1
             self._count(read_blocks=1, read_bytes=slab.geometry.block_bytes)
+
+    def why_bad(self, group: int, slot: int, key: bytes, out: Buffer) -> str | None:
+        """Read one block only to verify it; that is no hit.
+
+        Args:
+            group, slot, key, out: as :meth:`read_block`; ``out`` is garbage afterwards.
+
+        Returns:
+            Why the block cannot be served, for ``quarantine``; ``None`` when it is sound or not there any more.
+
+        Raises:
+            TransferError: there is no such slot, ``out`` does not fit, or the store is closed.
+        """
+        slab = self._readable_into(group, slot, out)
+        with self._busy():
+            reason = None
+            if self._is_stored(group, slot, key):
+                try:
+                    slab.read(slot, key, out)
+                except (OSError, TransferError, CorruptBlock) as error:
+                    reason = str(error)
+            return reason if self._is_stored(group, slot, key) else None
 
     def write_blocks(self, items: Sequence[BlockWrite]) -> list[Exception | None]:
         """Store blocks: delete the rows their slots had, write the blocks, add their rows. Two commits for the whole batch.
@@ -135,7 +160,7 @@ class NvmeStore:
         with self._write_lock:
             try:
                 with self._busy():
-                    for batch in _runs_of_different_slots(items):
+                    for batch in runs_of_different_slots(items):
                         self._write_batch(items, batch, errors)
             except _Closed as error:
                 errors = [error] * len(items)
@@ -170,7 +195,7 @@ class NvmeStore:
                 return
             self._unsaved_quarantine[group, slot] = QuarantineRow(group, slot, row.key, reason, self._clock())
             self._hits.pop((group, slot), None)
-        _log.warning("%s: group %d, slot %d is quarantined: %s", self._home.path, group, slot, reason)
+        self._bad_blocks.warn("%s: group %d, slot %d is quarantined: %s", self._home.path, group, slot, reason)
         try:
             self._save_quarantine()
         except TransferError as error:
@@ -231,6 +256,11 @@ class NvmeStore:
         """Where the store lies."""
         return self._home.path
 
+    @property
+    def geometries(self) -> tuple[NvmeGeometry, ...]:
+        """The shape of each group's slab."""
+        return tuple(slab.geometry for slab in self._slabs)
+
     def stats(self) -> NvmeStats:
         """Counters and state."""
         with self._gate:
@@ -247,8 +277,8 @@ class NvmeStore:
         """Let running calls finish, save hit counts, close all files, give up the lock. New calls fail at once. Idempotent.
 
         Returns:
-            False when a call was still running after ``timeout`` seconds: files and lock then stay as they are (closing a
-            descriptor under a running read would be worse), and ``close`` can be called again.
+            False when a call was still running after ``timeout`` seconds, or the last commit hangs: files and lock then stay as they
+            are (closing a descriptor under a running read would be worse), and ``close`` can be called again.
         """
         deadline = time.monotonic() + max(timeout, 0.0)
         with self._gate:
@@ -257,20 +287,27 @@ class NvmeStore:
                 _log.warning("%s: %d calls still run after %.1f s; the store stays open", self._home.path, self._active, timeout)
                 return False
         with self._close_lock:
-            if self._released:
-                return True
-            try:
-                self._save_quarantine()
-                self._manifest.put([], self._take_hits())
-            except TransferError as error:
-                _log.warning("%s: hit counts or quarantine could not be saved at close: %s", self._home.path, error)
-            if not self._manifest.close(deadline - time.monotonic()):
-                return False
-            for slab in self._slabs:
-                slab.file.close()
-            self._home.close()
-            self._released = True
-        return True
+            if self._releasing is None or (not self._releasing.is_alive() and not self._released):
+                self._releasing = threading.Thread(target=self._release, args=(deadline,), name="kvtier-close", daemon=True)
+                self._releasing.start()
+            releasing = self._releasing
+        # In a thread of its own, because its last commit may hang like any other.
+        releasing.join(max(deadline - time.monotonic(), _RELEASE_SECONDS))
+        return self._released
+
+    def _release(self, deadline: float) -> None:
+        """Save what is not yet saved, close all files, give up the lock."""
+        try:
+            self._save_quarantine()
+            self._manifest.put([], self._take_hits())
+        except TransferError as error:
+            _log.warning("%s: hit counts or quarantine could not be saved at close: %s", self._home.path, error)
+        if not self._manifest.close(deadline - time.monotonic()):
+            return
+        for slab in self._slabs:
+            slab.file.close()
+        self._home.close()
+        self._released = True
 
     def __enter__(self) -> NvmeStore:
         return self
@@ -285,8 +322,10 @@ class NvmeStore:
         pending = [position for position in batch if errors[position] is None]
         if not pending:
             return
-        step = "delete the old rows"
+        step = "write"
         try:
+            self._require_files()
+            step = "delete the old rows"
             self._save_quarantine()
             self._manifest.delete((items[position].group, items[position].slot) for position in pending)
             step = "write"
@@ -309,6 +348,17 @@ class NvmeStore:
         self._count(written_blocks=len(rows), written_bytes=sum(row.length for row in rows))
         if whole:
             self._pause.succeeded()
+
+    def _require_files(self) -> None:
+        """A deleted file still takes bytes, and they are gone at the next start: that must not look like storing.
+
+        Raises:
+            OSError: somebody deleted a slab or the whole directory.
+        """
+        self._home.require_present()
+        for slab in self._slabs:
+            if slab.file.is_deleted():
+                raise deleted(slab.file.path)
 
     def _write_data(self, items: Sequence[BlockWrite], positions: Sequence[int], errors: list[Exception | None]) -> list[ManifestRow]:
         """Write the blocks until one fails; that one and the rest get errors. Returns the rows of what is complete."""
@@ -336,15 +386,9 @@ class NvmeStore:
             geometry = self._slab_of(item.group, item.slot).geometry
         except TransferError as error:
             return error
-        if len(item.key) != 32:
-            return TransferError(f"{place}key has {len(item.key)} bytes; a chain key has 32")
-        if not _fits(item.data, geometry):
-            return TransferError(f"{place}{_describe(item.data)}; a block is contiguous uint8 of {geometry.block_bytes} or "
-                                 f"{geometry.payload_bytes} bytes")
-        if not math.isfinite(item.expiry):
-            return TransferError(f"{place}expiry={item.expiry}; must be finite seconds, 0.0 for none")
-        if not -(1 << 31) <= item.priority < 1 << 31:
-            return TransferError(f"{place}priority={item.priority}; must fit 32 bits")
+        reason = objection(item, geometry)
+        if reason is not None:
+            return TransferError(place + reason)
         if self.is_quarantined(item.group, item.slot):
             return TransferError(f"{place}the slot is quarantined")
         remaining = self._pause.remaining()
@@ -359,6 +403,17 @@ class NvmeStore:
         if not 0 <= slot < slab.geometry.num_slots:
             raise TransferError(f"group {group}, slot {slot}: the slab has {slab.geometry.num_slots} slots, counted from 0")
         return slab
+
+    def _readable_into(self, group: int, slot: int, out: Buffer) -> SlabFile:
+        slab = self._slab_of(group, slot)
+        reason = misfit(out, slab.geometry) or (None if out.flags.writeable else f"{out.dtype} {list(out.shape)} that is read-only")
+        if reason is not None:
+            raise TransferError(f"group {group}, slot {slot}: cannot read into {reason}")
+        return slab
+
+    def _is_stored(self, group: int, slot: int, key: bytes) -> bool:
+        row = self._manifest.row(group, slot)
+        return row is not None and row.key == key and not self.is_quarantined(group, slot)
 
     def _require_stored(self, group: int, slot: int, key: bytes) -> None:
         row = self._manifest.row(group, slot)
@@ -406,26 +461,3 @@ class NvmeStore:
 
 class _Closed(TransferError):
     """The store has been closed."""
-
-
-def _runs_of_different_slots(items: Sequence[BlockWrite]) -> list[list[int]]:
-    """Positions in runs without a slot twice: between two writes of one slot the first one's row must be deleted."""
-    runs: list[list[int]] = []
-    places: set[Place] = set()
-    for position, item in enumerate(items):
-        place = (item.group, item.slot)
-        if not runs or place in places:
-            runs.append([])
-            places = set()
-        runs[-1].append(position)
-        places.add(place)
-    return runs
-
-
-def _fits(buffer: Buffer, geometry: NvmeGeometry) -> bool:
-    return (buffer.dtype == np.uint8 and buffer.ndim == 1 and buffer.flags.c_contiguous
-            and buffer.nbytes in (geometry.block_bytes, geometry.payload_bytes))
-
-
-def _describe(buffer: Buffer) -> str:
-    return f"{'' if buffer.flags.c_contiguous else 'strided '}{buffer.dtype} {list(buffer.shape)}"

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier.errors import TransferError
+from kvtier.io.incident import Incident
 from kvtier.io.manifest import ManifestRow, Place
 from kvtier.io.slab import SlabFile, SlotHeader
 
@@ -86,6 +87,8 @@ def _is_better(place: Place, header: SlotHeader, other: tuple[Place, SlotHeader]
 
 
 def _scan(slab: SlabFile, quarantined: Collection[Place]) -> list[tuple[int, SlotHeader]]:
+    unreadable = Incident(_log)
+
     def scan_run(start: int) -> list[tuple[int, SlotHeader]]:
         headers = []
         for slot in range(start, min(start + _RUN, slab.geometry.num_slots)):
@@ -94,7 +97,7 @@ def _scan(slab: SlabFile, quarantined: Collection[Place]) -> list[tuple[int, Slo
             try:
                 header = slab.read_header(slot)
             except (OSError, TransferError) as error:
-                _log.warning("group %d, slot %d: header cannot be read: %s", slab.group, slot, error)
+                unreadable.warn("group %d, slot %d: header cannot be read: %s", slab.group, slot, error)
                 continue
             if header is not None:
                 headers.append((slot, header))

@@ -19,7 +19,8 @@ import numpy as np
 from kvtier.errors import ConfigError, CorruptBlock
 from kvtier.io.checksum import ALGORITHM, CHECKSUM_BYTES, block_checksum, page_checksum
 from kvtier.io.direct_file import Buffer, DirectFile, aligned_buffer
-from kvtier.io.faults import FaultOperation, Faults
+from kvtier.io.faults import Faults
+from kvtier.io.faulty_file import FaultyFile
 from kvtier.pools.nvme_geometry import HEADER_BYTES, NvmeGeometry
 
 MAGIC: Final = b"KVTSLOT\0"
@@ -94,7 +95,7 @@ class SlabFile:
         geometry: shape of the file. The file itself is sized by :meth:`DirectFile.resize` through ``file``.
         namespace_digest: goes into every header and is demanded of every header that is read.
         direct: whether to ask for direct I/O.
-        faults: injected failures, for tests.
+        faults: injected failures.
 
     Raises:
         OSError: the file cannot be opened.
@@ -105,8 +106,8 @@ class SlabFile:
         self.group = group
         self.geometry = geometry
         self.namespace_digest = namespace_digest
-        self.file = DirectFile(path, create=True, direct=direct)
-        self._faults = faults
+        self.file = (DirectFile(path, create=True, direct=direct) if faults is None
+                     else FaultyFile(path, geometry, faults, direct=direct))
         self._headers = _HeaderPages()
 
     def require_size(self, num_slots: int) -> None:
@@ -137,12 +138,6 @@ class SlabFile:
         header = SlotHeader(self.group, slot, key, geometry.block_bytes, self.namespace_digest, checksum, priority, expiry, written)
         page = self._headers.page
         header.pack_into(page)
-        if self._faults is not None:
-            self._faults.before(FaultOperation.WRITE)
-            travelling = aligned_buffer(data.nbytes)  # the caller's bytes stay right: only what reaches the file is flipped
-            travelling[:] = data
-            self._faults.corrupt(FaultOperation.WRITE, travelling[:geometry.block_bytes])
-            data = travelling
         self.file.write(geometry.offset(slot), [page, data])
         return header
 
@@ -162,12 +157,8 @@ class SlabFile:
         geometry = self.geometry
         namespace_digest = self.namespace_digest
         page = self._headers.page
-        if self._faults is not None:
-            self._faults.before(FaultOperation.READ)
         self.file.read(geometry.offset(slot), [page, out])
         block = out[:geometry.block_bytes]
-        if self._faults is not None:
-            self._faults.corrupt(FaultOperation.READ, block)
         differing = list(self._header_differences(page, slot, namespace_digest, key))
         if not differing:
             checksum = block_checksum(block, key, self.group, slot)

@@ -28,6 +28,8 @@ IDENTITY_NAME: Final = "kvtier-store.json"
 LOCK_NAME: Final = "kvtier.lock"
 MANIFEST_NAME: Final = "manifest.sqlite"
 TEMPORARY_SUFFIX: Final = ".tmp"
+KEPT_SUFFIX: Final = ".damaged-"
+"""And a time: a damaged manifest that was replaced."""
 
 _NOT_CONTENT: Final = {LOCK_NAME, "lost+found"}  # may be there before the directory is ours
 _log = logging.getLogger(__name__)
@@ -113,7 +115,7 @@ class StoreDirectory:
                 undo.callback(os.close, lock_descriptor)
                 path.chmod(0o700)
                 remove_temporary(path)
-                identity = _read_identity(path)
+                identity = read_identity(path)
                 if identity is None:
                     identity = wanted
                     write_atomically(path / IDENTITY_NAME, identity.to_json())
@@ -129,6 +131,11 @@ class StoreDirectory:
     @property
     def manifest_path(self) -> Path:
         return self.path / MANIFEST_NAME
+
+    def require_present(self) -> None:
+        """Raise OSError (ENOENT) when somebody deleted the directory: one that has its name now is another, and not ours."""
+        if os.fstat(self._lock_descriptor).st_nlink == 0:
+            raise deleted(self.path)
 
     def record_slots(self, num_slots: Sequence[int]) -> None:
         """Write down how many slots each slab has now.
@@ -155,8 +162,14 @@ class StoreDirectory:
 
     def _replace_identity(self, identity: StoreIdentity) -> None:
         if identity != self.identity:
+            self.require_present()
             write_atomically(self.path / IDENTITY_NAME, identity.to_json())
             self.identity = identity
+
+
+def deleted(path: Path) -> FileNotFoundError:
+    """The error for a file or directory that somebody deleted while it was in use."""
+    return FileNotFoundError(errno.ENOENT, "it was deleted while it was in use; restart to begin it anew", str(path))
 
 
 def unusable(path: Path, error: OSError) -> ConfigError:
@@ -251,10 +264,15 @@ def take_lock(path: Path) -> int:
     return descriptor
 
 
+def is_temporary(name: str) -> bool:
+    """Whether a file of this name is half of something that was being written."""
+    return name.endswith((TEMPORARY_SUFFIX, TEMPORARY_SUFFIX + "-wal", TEMPORARY_SUFFIX + "-shm"))
+
+
 def remove_temporary(path: Path) -> None:
     """Delete what an interrupted run left behind. Only called under the lock."""
     for entry in path.iterdir():
-        if entry.name.endswith((TEMPORARY_SUFFIX, TEMPORARY_SUFFIX + "-wal", TEMPORARY_SUFFIX + "-shm")):
+        if is_temporary(entry.name):
             _log.info("%s: removing %s, left by an interrupted run", path, entry.name)
             entry.unlink()
 
@@ -284,7 +302,13 @@ def _canonical(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _read_identity(path: Path) -> StoreIdentity | None:
+def read_identity(path: Path) -> StoreIdentity | None:
+    """What the directory says it holds; ``None`` where there is no identity file.
+
+    Raises:
+        ConfigError: the file is damaged or of another format version.
+        OSError: it cannot be read.
+    """
     file = path / IDENTITY_NAME
     try:
         return StoreIdentity.from_json(file.read_text(encoding="utf-8"))

@@ -21,11 +21,12 @@ from kvtier.io.faults import Faults
 from kvtier.io.manifest import Manifest, ManifestContents, QuarantineRow, wal_path
 from kvtier.io.rebuild import rebuild_from_headers
 from kvtier.io.slab import SlabFile
-from kvtier.io.store_directory import TEMPORARY_SUFFIX, StoreDirectory, sync_directory, unusable
+from kvtier.io.store_directory import KEPT_SUFFIX, TEMPORARY_SUFFIX, StoreDirectory, sync_directory, unusable
 from kvtier.pools.nvme_geometry import NvmeGeometry
 
 _log = logging.getLogger(__name__)
 _CLOSE_SECONDS: Final = 30.0
+_ASKED_FOR: Final = "a rebuild was asked for"
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ def default_reserve(path: Path) -> int:
 
 
 def open_store(directory: str | Path, namespace: str, geometries: Sequence[NvmeGeometry], *, faults: Faults | None = None,
-               free_space_reserve: int | None = None, sync: bool = False) -> OpenedStore:
-    """Open or make the store of a directory. See :meth:`NvmeStore.open`.
+               free_space_reserve: int | None = None, sync: bool = False, rebuild: bool = False) -> OpenedStore:
+    """Open or make the store of a directory. See :meth:`NvmeStore.open`. ``rebuild``: make the manifest anew even if it is sound.
 
     Raises:
         ConfigError: the directory, its content or the space on it does not allow it.
@@ -71,7 +72,7 @@ def open_store(directory: str | Path, namespace: str, geometries: Sequence[NvmeG
             for slab in slabs:
                 if slab.file.size() < slab.geometry.file_bytes:
                     slab.file.resize(slab.geometry.file_bytes)
-            manifest, was_damaged, dropped, recovered = _open_manifest(home, slabs, sync)
+            manifest, was_damaged, dropped, recovered = _open_manifest(home, slabs, sync, rebuild)
             undo.callback(manifest.close, _CLOSE_SECONDS)
             dropped += _forget(home, manifest, slabs, lost_slabs)
             home.record_slots([geometry.num_slots for geometry in geometries])
@@ -132,7 +133,7 @@ def _forget(home: StoreDirectory, manifest: Manifest, slabs: Sequence[SlabFile],
     return blocks
 
 
-def _open_manifest(home: StoreDirectory, slabs: Sequence[SlabFile], sync: bool) -> tuple[Manifest, bool, int, int]:
+def _open_manifest(home: StoreDirectory, slabs: Sequence[SlabFile], sync: bool, rebuild: bool) -> tuple[Manifest, bool, int, int]:
     """The sound manifest, whether it had to be rebuilt, rows dropped, rows recovered."""
     path = home.manifest_path
     digest = home.identity.namespace_digest
@@ -141,6 +142,8 @@ def _open_manifest(home: StoreDirectory, slabs: Sequence[SlabFile], sync: bool) 
         manifest = Manifest(path, digest, sync=sync)
         try:
             contents = manifest.load()
+            if rebuild:
+                contents.damage.append(_ASKED_FOR)
             if not contents.damage:
                 return manifest, False, 0, 0
             dropped, recovered = _make_manifest(home, temporary, slabs, contents)
@@ -151,7 +154,7 @@ def _open_manifest(home: StoreDirectory, slabs: Sequence[SlabFile], sync: bool) 
     else:
         contents = ManifestContents(damage=["it is missing or empty"] if any(home.identity.num_slots) else [])
         dropped, recovered = _make_manifest(home, temporary, slabs, contents)
-    _put_in_place(temporary, path)
+    _put_in_place(temporary, path, _level(contents))
     manifest = Manifest(path, digest, sync=sync)
     try:
         remaining = manifest.load().damage
@@ -181,9 +184,9 @@ def _make_manifest(home: StoreDirectory, temporary: Path, slabs: Sequence[SlabFi
             manifest.quarantine([*contents.quarantine.values(),
                                  *(QuarantineRow(*place, b"", "its manifest row or header was damaged", now) for place in rebuilt.lost)])
             dropped, recovered = len(contents.bad_rows), rebuilt.recovered
-            _log.error("%s is damaged (%s) and was rebuilt from the slot headers: %d blocks, %d of them recovered; %d damaged rows "
-                       "dropped, %d slots quarantined, %d second copies left out", path, "; ".join(contents.damage),
-                       len(rebuilt.rows), recovered, dropped, len(rebuilt.lost), rebuilt.duplicates)
+            _log.log(_level(contents), "%s is damaged (%s) and was rebuilt from the slot headers: %d blocks, %d of them recovered; "
+                     "%d damaged rows dropped, %d slots quarantined, %d second copies left out", path, "; ".join(contents.damage),
+                     len(rebuilt.rows), recovered, dropped, len(rebuilt.lost), rebuilt.duplicates)
         manifest.close(_CLOSE_SECONDS)
         if wal_path(temporary).exists():
             raise TransferError(f"{temporary}: the new manifest could not be completed. Free some space and check the drive")
@@ -191,7 +194,12 @@ def _make_manifest(home: StoreDirectory, temporary: Path, slabs: Sequence[SlabFi
     return dropped, recovered
 
 
-def _put_in_place(temporary: Path, path: Path) -> None:
+def _level(contents: ManifestContents) -> int:
+    """How loudly a rebuild is told of: damage aloud."""
+    return logging.INFO if contents.damage == [_ASKED_FOR] else logging.ERROR
+
+
+def _put_in_place(temporary: Path, path: Path, level: int) -> None:
     """Replace a damaged database, which is kept beside with its log. Where there are hard links, a manifest is there throughout.
 
     A log of the old database must never meet the new one, so it goes first; it comes back when the replacement fails.
@@ -220,11 +228,11 @@ def _put_in_place(temporary: Path, path: Path) -> None:
         raise
     sync_directory(path.parent)
     if kept is not None:
-        _log.error("%s is damaged and is kept as %s", path, kept)
+        _log.log(level, "%s is damaged and is kept as %s", path, kept)
 
 
 def _name_to_keep(path: Path) -> Path:
-    suffix = time.strftime(".damaged-%Y%m%d-%H%M%S")
+    suffix = time.strftime(f"{KEPT_SUFFIX}%Y%m%d-%H%M%S")
     number = 0
     while path.with_name(path.name + suffix).exists():
         number += 1

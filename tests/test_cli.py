@@ -35,7 +35,8 @@ def leaving(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> object:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["demo", "--help"], ["doctor", "--help"],
                                        ["bench", "--help"], ["bench", "copy", "--help"], ["bench", "nvme", "--help"],
-                                       ["bench", "ledger", "--help"], ["bench", "integrity", "--help"]])
+                                       ["bench", "ledger", "--help"], ["bench", "integrity", "--help"],
+                                       ["store", "--help"], ["store", "scrub", "--help"]])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = ("import sys\n"
             "from kvtier.cli import main\n"
@@ -59,7 +60,8 @@ def test_version_is_the_package_version() -> None:
 @pytest.mark.parametrize("arguments", [
     ["serve"], ["demo", "--no-such-option"], ["demo", "--users", "0"], ["demo", "--turns", "many"],
     ["bench", "copy", "--json", "/no/such/folder/x.json"], ["bench", "nvme", "--json", "/"],
-    ["bench", "ledger", "--peer", "nobody"],
+    ["bench", "ledger", "--peer", "nobody"], ["store", "ls"], ["store", "ls", "/no/such/folder"],
+    ["store", "scrub", ".", "--bandwidth", "9"],
     ["demo", "--json", "/no/such/folder/x.json"], ["doctor", "--config"], ["demo", "--keep-nvme", "/etc/passwd"]])
 def test_wrong_use_is_exit_code_2_without_a_traceback(arguments: list[str]) -> None:
     found = kvtier_command(*arguments)

@@ -126,7 +126,12 @@ def write(core: TierCore, block_id: int, data: bytes, group: int) -> None:
             raise RequestError(f"block {block_id}: held {block.ref_count} times; writing needs a block that one sequence holds alone")
         if block.node is not None:
             ledger.allocators[group].drop(block)
+        ledger.allocators[group].begin_access(block)  # the sequence may end meanwhile, and the slot must not be another's then
         index = block.index
-    if not core.transfers.order_before_engine(None, group, [index], ACCESS_TIMEOUT):
-        raise TransferError(f"block {block_id}: transfers that use it did not end within {ACCESS_TIMEOUT:.0f} s; try again")
-    pools.primary.write_block(slot_of(index), torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    try:
+        if not core.transfers.order_before_engine(None, group, [index], ACCESS_TIMEOUT):
+            raise TransferError(f"block {block_id}: transfers that use it did not end within {ACCESS_TIMEOUT:.0f} s; try again")
+        pools.primary.write_block(slot_of(index), torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    finally:
+        with core.locked() as ledger:
+            ledger.allocators[group].end_access(level_of(index), slot_of(index))

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeGuard
 
 from pydantic import (
     Field,
+    InstanceOf,
     ModelWrapValidatorHandler,
     PrivateAttr,
     ValidationError,
@@ -25,6 +26,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvtier.errors import ConfigError
+from kvtier.io.fault_text import parse_faults
 from kvtier.io.faults import Faults
 from kvtier.pools.sizing import SizeKind, check_group_shares, parse_size, parse_sizes
 from kvtier.tiering.config_sources import (
@@ -121,8 +123,9 @@ class TierConfig(BaseSettings):
     """Whether a prefix found on a lower level is loaded: "auto" leaves it to recompute where that is faster, as far as the engine has
     reported how fast it computes (``report_prefill``); "always" loads."""
 
-    faults: Faults | None = None
-    """Fault injection for tests; a keyword only."""
+    faults: InstanceOf[Faults] | None = None
+    """Failures on demand, to try what they cost: rules such as ``"nvme.read.bit_flip=0.01, secondary.copy.delay=0.1:5ms*20"`` (see
+    ``kvtier.io.fault_text``), as text or as a list; in code also a ``Faults``. Never in production: they really happen."""
     clock: Callable[[], float] = time.monotonic
     """Seconds that only go forward; a keyword only."""
     allreduce_min: Callable[[list[int]], list[int]] | None = None
@@ -203,6 +206,11 @@ class TierConfig(BaseSettings):
     def _gds_off(cls, value: object) -> object:
         return "off" if value is False else value  # YAML 1.1 reads a bare `off` as false
 
+    @field_validator("faults", mode="before")
+    @classmethod
+    def _read_faults(cls, value: object) -> object:
+        return parse_faults(value) if isinstance(value, str) or _is_texts(value) else value
+
     @model_validator(mode="after")
     def _check_scratch(self) -> TierConfig:
         if self.window_scratch_blocks is not None and self.chunk_size is None:
@@ -239,6 +247,10 @@ class TierConfig(BaseSettings):
         origins = {key: data[key].origin if key in data else "default" for key in cls.model_fields}
         config._sources = origins
         return config
+
+
+def _is_texts(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 _LIMITS: Final = {

@@ -25,7 +25,7 @@ CONFIG_FILE_VARIABLE: Final = "KVTIER_CONFIG"
 OTHER_VARIABLES: Final = frozenset({CONFIG_FILE_VARIABLE, "KVTIER_COMPILE"})
 """``KVTIER_`` variables that are no settings: the default file, and the compiled build."""
 
-KEYWORD_ONLY: Final = frozenset({"allreduce_min", "clock", "faults"})
+KEYWORD_ONLY: Final = frozenset({"allreduce_min", "clock"})
 """Settings that are objects: no text in the environment or a file can stand for them."""
 
 _FLAT: Final = 'a setting is one value or one list of values, for example primary: ["8 blocks", "4 blocks"]'

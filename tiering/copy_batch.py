@@ -9,14 +9,15 @@ from kvtier.errors import TransferError
 from kvtier.io.copiers import Copier
 from kvtier.io.faults import FaultOperation
 from kvtier.io.streams import Event, Stream
-from kvtier.pools.pool_index import PoolIndex, slot_of
+from kvtier.pools.pool_index import PoolIndex, level_of, slot_of
 from kvtier.tiering.transfer_graph import NodeState, TransferNode
+from kvtier.types import Level
 
 
 class FaultPoint(Protocol):
     """What is used of ``kvtier.io.faults.Faults`` here."""
 
-    def before(self, operation: FaultOperation) -> None:
+    def before(self, operation: FaultOperation, level: Level | None = None) -> None:
         """Sleep or raise ``OSError``, as the rules say."""
 
 
@@ -28,9 +29,10 @@ class CopyBatch:
         after: events of the other stream that have to be over first, without repetition.
         staging_slot: the source of the single node when its bytes were read from a file; -1 otherwise.
         seconds: how long the copy (on CUDA: its submission) took.
+        failure: why copying itself failed, and not something before it.
     """
 
-    __slots__ = ("_copier", "_faults", "_num_tokens", "after", "nodes", "route", "seconds", "staging_slot", "stream")
+    __slots__ = ("_copier", "_faults", "_num_tokens", "after", "failure", "nodes", "route", "seconds", "staging_slot", "stream")
 
     def __init__(self, route: int, stream: Stream, copier: Copier, faults: FaultPoint | None, num_tokens: int = 0,
                  staging_slot: int = -1) -> None:
@@ -40,6 +42,7 @@ class CopyBatch:
         self.after: dict[Event, None] = {}
         self.staging_slot = staging_slot
         self.seconds = 0.0
+        self.failure: Exception | None = None
         self._copier = copier
         self._faults = faults
         self._num_tokens = num_tokens
@@ -71,6 +74,7 @@ class CopyBatch:
             try:
                 self._copier.copy(pairs, self._num_tokens)
             except Exception as error:
+                self.failure = error
                 for node in copied:
                     node.error = error
         self.seconds = time.perf_counter() - start
@@ -79,9 +83,10 @@ class CopyBatch:
         if self._faults is None:
             return None
         try:
-            self._faults.before(FaultOperation.COPY)
+            self._faults.before(FaultOperation.COPY, Level(level_of(PoolIndex(node.destination))))
         except OSError as error:
             failure = TransferError(f"{node.move}: the copy failed: {error}")
             failure.__cause__ = error
+            self.failure = failure
             return failure
         return None

@@ -22,6 +22,7 @@ import torch
 
 from kvtier.errors import ConfigError, CorruptBlock, KVTierError, RequestError, TransferError
 from kvtier.io.device import Device, open_device
+from kvtier.io.manifest import collector_paused
 from kvtier.io.nvme_store import NvmeStore
 from kvtier.io.store_directory import occupied_bytes
 from kvtier.pools.group_pools import open_group_pools
@@ -101,6 +102,9 @@ class TierCore:
             self.transfers = TransferManager(self._device, self.pools, self.store, faults=config.faults,
                                              read_threads=config.read_threads, debug=self._debug)
             undo.pop_all()
+        if config.faults is not None:
+            logger.warning("faults are injected into this cache (%s): %s. For trials only: blocks are really lost and files really deleted",
+                           config.sources["faults"], config.faults)
         self._statistics = StatisticsRecorder(self._ledger, self._ledger.allocators)
         self._totals = self._statistics.totals
         can_split = all(geometry.kind in (FULL, CROSS) for geometry in self._ledger.geometries)
@@ -166,7 +170,9 @@ class TierCore:
     def stats(self) -> Stats:
         """Everything counted since the start, and what the levels hold now."""
         with self.locked():
-            return self._statistics.stats(self._events.dropped, self._prefill_rate, self._loading.stats(), self._prefetched)
+            faults = self.config.faults.counts() if self.config.faults is not None else {}
+            return self._statistics.stats(self._events.dropped, self._prefill_rate, faults, loading=self._loading.stats(),
+                                          prefetch=self._prefetched)
 
     def iteration_stats(self) -> IterationStats:
         """What was counted between the last two calls of :meth:`refresh`, and the levels at the second one."""
@@ -206,7 +212,9 @@ class TierCore:
         try:
             if self.store is not None:
                 # The deletions just issued may still be on their way; what clear() forgets does not depend on them.
-                self.transfers.idle(max(deadline - time.monotonic(), 0.0))
+                if not self.transfers.idle(max(deadline - time.monotonic(), 0.0)):
+                    raise TransferError(f"reset: the deletions on NVMe did not end within {timeout} s; what is there may be found again "
+                                        "after a restart, repeat the reset before")
                 self.store.clear()
         finally:
             self._is_clearing = False
@@ -232,6 +240,8 @@ class TierCore:
             self._everything_let_go = store_is_closed
         else:
             logger.warning("close: a transfer still ran after %s s; the pools' memory stays allocated because it may be in use", timeout)
+        if self.config.faults is not None and not self._everything_let_go:
+            self.config.faults.end_hangs()
 
     def __enter__(self) -> Self:
         return self
@@ -313,7 +323,7 @@ class TierCore:
 
     @property
     def _takes_writes(self) -> bool:
-        return self.store is not None and not self._is_clearing and self.store.accepts_writes
+        return self.store is not None and not self._is_clearing and self.store.accepts_writes and not self.transfers.writes_hang
 
     @property
     def _all_issued(self) -> bool:
@@ -355,6 +365,7 @@ class TierCore:
         if self._closed:
             raise KVTierError("this KVCacheManager is closed; make a new one")
 
+    @collector_paused()
     def _open_store(self, sizes: PoolSizes) -> NvmeStore | None:
         if not any(sizes.nvme):
             return None
@@ -372,6 +383,7 @@ class TierCore:
 _KINDS: Final = {"attention": FULL, "mla": FULL, "recurrent": RECURRENT, "cross": CROSS}
 
 
+@collector_paused()
 def _ledger(layout: KVLayout, config: TierConfig, sizes: PoolSizes, seed: bytes) -> Ledger:
     rules = LedgerRules(config.enable_block_reuse, config.enable_partial_reuse, config.copy_on_partial_reuse,
                         config.secondary_offload_min_priority, config.nvme_offload_min_priority, config.keep_backing,

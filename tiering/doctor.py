@@ -90,6 +90,9 @@ def examine(directory: Path | None = None, config_file: Path | None = None) -> R
         findings.append(Finding("configuration", Status.OK, str(config_file) if config_file is not None else "see below"))
     except ConfigError as error:
         findings.append(Finding("configuration", Status.FAIL, str(error), "correct this value, then run kvtier doctor again"))
+    if config is not None and config.faults is not None:
+        findings.append(Finding("faults", Status.WARN, f"injected into every cache ({config.sources['faults']}): {config.faults}",
+                                "remove faults there: blocks are really lost and files really deleted"))
     if directory is None and config is not None:
         directory = config.nvme_directory
     gpu = _gpu()

@@ -17,7 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import TransferError
+from kvtier.io.incident import Incident
 from kvtier.pools.pool_index import PoolIndex, slot_of
+from kvtier.tiering import hang_watch
+from kvtier.tiering.hang_watch import HangWatch
 from kvtier.tiering.staging import StagingPool
 from kvtier.tiering.transfer_graph import TransferNode, Work
 
@@ -90,9 +93,14 @@ class FileWorkers:
         self._reads: SimpleQueue[TransferNode | None] = SimpleQueue()
         self._writes: SimpleQueue[TransferNode | None] = SimpleQueue()
         self.failed_discards = 0
+        self._failed_discard, self._failed_quarantine = Incident(_log), Incident(_log)
+        self._reading, self._writing = HangWatch(read_threads), HangWatch(1)
+        self._hanging_reads, self._hanging_writes = Incident(_log), Incident(_log)
         self._threads = [threading.Thread(target=self._run_reader, name=f"kvtier-read-{number}", daemon=True)
                          for number in range(read_threads)]
         self._threads.append(threading.Thread(target=self._run_writer, name="kvtier-write", daemon=True))
+        self._ends = threading.Event()
+        self._threads.append(threading.Thread(target=self._run_watch, name="kvtier-watch", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -103,24 +111,21 @@ class FileWorkers:
         else:
             self._writes.put(node)
 
+    @property
+    def writes_hang(self) -> bool:
+        """The writer has been in one call for so long that it may never come back."""
+        return self._writing.is_stuck
+
     def cancel_queued(self) -> list[TransferNode]:
         """Stop beginning file operations, and give back what was queued. What runs goes on."""
         self._closing = True
-        cancelled: list[TransferNode] = []
-        for waiting in (self._reads, self._writes):
-            while True:
-                try:
-                    node = waiting.get_nowait()
-                except Empty:
-                    break
-                if node is not None:
-                    cancelled.append(node)
-        return cancelled
+        return [*_take_all(self._reads), *_take_all(self._writes)]
 
     def close(self, timeout: float) -> bool:
         """End the threads; False when one of them is still inside a file operation after ``timeout`` seconds."""
         self._closing = True
         deadline = time.monotonic() + timeout
+        self._ends.set()
         for _ in self._threads:
             self._reads.put(None)
         self._writes.put(None)
@@ -132,30 +137,39 @@ class FileWorkers:
 
     def _run_reader(self) -> None:
         while (node := self._reads.get()) is not None:
-            buffer = -1
+            buffer: int | None = -1
             try:
                 buffer = self._read(node)
             except Exception as error:
                 node.error = error
-            self._hand_back(self._read_over, node, buffer)
+            if buffer is not None:
+                self._hand_back(self._read_over, node, buffer)
             del node
 
-    def _read(self, node: TransferNode) -> int:
-        """Read one block into a staging buffer; returns the buffer, also after a failed read."""
-        failure = node.source_failure()
-        if failure is not None:
-            raise failure
+    def _read(self, node: TransferNode) -> int | None:
+        """Read one block into a staging buffer; returns the buffer, also after a failed read. None after one that hung: the node
+        has been handed back long since."""
+        lost = node.source_failure()
+        if lost is not None:
+            raise lost
         staging = self._staging[node.group]
         buffer = self._take_buffer(staging, node)
         move = node.move
         assert move is not None
         slot = slot_of(move.source)
         start = time.perf_counter()
+        failure: Exception | None = None
+        self._reading.begin(node)
         try:
             self._store.read_block(node.group, slot, move.key, staging.arena.padded_rows[buffer])
         except Exception as error:
-            node.error = error
-            self._quarantine(node.group, slot, error)
+            failure = error
+            if self._reading.is_awaited(node):  # otherwise the slot may hold something else by now
+                self._quarantine(node.group, slot, error)
+        if not self._reading.end(node):
+            staging.give_back(buffer)
+            return None
+        node.error = failure
         node.seconds = time.perf_counter() - start
         return buffer
 
@@ -174,7 +188,7 @@ class FileWorkers:
             self._store.quarantine(group, slot, f"{type(error).__name__}: {error}")
         except Exception as second:
             error.add_note(f"the slot could not be quarantined either: {second}")
-            _log.warning("group %d, NVMe slot %d: could not be quarantined: %s", group, slot, second)
+            self._failed_quarantine.warn("group %d, NVMe slot %d: could not be quarantined: %s", group, slot, second)
 
     # -- writing --------------------------------------------------------------------------------------------------------
 
@@ -221,7 +235,9 @@ class FileWorkers:
             for node in batch:
                 node.error = cancelled(node)
             return
+        self._writing.begin(batch[0])
         self._discard([node for node in batch if node.work is Work.DISCARD])
+        self._writing.end(batch[0])
         writes = [node for node in batch if node.work is Work.WRITE]
         if not writes:
             return
@@ -240,7 +256,11 @@ class FileWorkers:
         if not ready:
             return
         start = time.perf_counter()
-        errors = self._store.write_blocks(items)
+        self._writing.begin(batch[0])
+        try:
+            errors = self._store.write_blocks(items)
+        finally:
+            self._writing.end(batch[0])
         seconds = (time.perf_counter() - start) / len(ready)
         for node, error in zip(ready, errors, strict=True):
             node.error = error
@@ -256,7 +276,7 @@ class FileWorkers:
             except Exception as error:
                 # The rows stay: after a restart these blocks are found again and are right, but nobody wanted them.
                 self.failed_discards += len(members)
-                _log.warning("group %d: %d NVMe rows could not be deleted: %s", group, len(members), error)
+                self._failed_discard.warn("group %d: %d NVMe rows could not be deleted: %s", group, len(members), error)
 
     def _wait_for_source(self, node: TransferNode) -> TransferError | None:
         """Wait on the host for the copy into the source slot; why the source cannot be written, or None."""
@@ -281,6 +301,29 @@ class FileWorkers:
         return self._block_write(group=node.group, slot=slot_of(move.destination), key=move.key,
                                  data=rows[slot_of(move.source)], priority=move.priority, expiry=move.expiry)
 
+    # -- operations that hang ---------------------------------------------------------------------------------------------
+
+    def _run_watch(self) -> None:
+        while not self._ends.wait(_LOOK_UP if self._reading.is_stuck or self._writing.is_stuck else hang_watch.HANG_SECONDS / 4):
+            for node in self._reading.overdue():
+                self._hanging_reads.warn("%s: an NVMe read hangs; what it was to bring is computed again", node.move)
+                node.error = _hung(node)
+                self._hand_back(self._read_over, node, -1)
+            for node in self._writing.overdue():
+                # It is not handed back: the call may still take its bytes from the source slot.
+                self._hanging_writes.warn("%s: an NVMe write hangs; nothing more is stored until it comes back", node.move or "discard")
+            if self._reading.is_stuck:
+                for node in _take_all(self._reads):
+                    node.error = _hung(node)
+                    self._hand_back(self._read_over, node, -1)
+            if self._writing.is_stuck:
+                waiting = _take_all(self._writes)
+                for node in waiting:
+                    node.error = _hung(node)
+                    self.failed_discards += node.work is Work.DISCARD
+                if waiting:
+                    self._hand_back(self._writes_over, waiting)
+
     @staticmethod
     def _hand_back(call: Callable[..., None], *arguments: object) -> None:
         """An error in the manager's own code must not end the thread: every later Move would hang."""
@@ -288,6 +331,28 @@ class FileWorkers:
             call(*arguments)
         except Exception:
             _log.exception("handing back a file operation failed")
+
+
+def _take_all(waiting: SimpleQueue[TransferNode | None]) -> list[TransferNode]:
+    """What is queued. The marks that end threads stay."""
+    taken: list[TransferNode] = []
+    marks = 0
+    while True:
+        try:
+            node = waiting.get_nowait()
+        except Empty:
+            break
+        if node is None:
+            marks += 1
+        else:
+            taken.append(node)
+    for _ in range(marks):
+        waiting.put(None)
+    return taken
+
+
+def _hung(node: TransferNode) -> TransferError:
+    return TransferError(f"{node.move or 'discard'}: given up, because file operations hang for more than {hang_watch.HANG_SECONDS:.0f} s")
 
 
 def cancelled(node: TransferNode) -> TransferError:

@@ -182,7 +182,7 @@ class Stats(TierCounters):
     """A picture of the whole tier: the counters since the start, and what the levels hold now.
 
     ``primary``, ``secondary`` and ``nvme`` add up ``groups``. ``advice``: what to change where transfers have long been out of
-    balance, otherwise None.
+    balance, otherwise None. ``faults``: how often each rule of the configuration's ``faults`` has hit; empty without.
     """
 
     primary: LevelStats
@@ -196,6 +196,7 @@ class Stats(TierCounters):
     advice: str | None
     loading: LoadStats
     prefetch: PrefetchStats
+    faults: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import Final
 from kvtier.errors import ConfigError, TransferError
 from kvtier.io.copiers import open_copiers
 from kvtier.io.device import Device, EngineStream
+from kvtier.io.incident import Incident
 from kvtier.io.streams import Event, Stream
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.pool_index import LEVEL_NAMES, NVME, SECONDARY, PoolIndex, level_of, pool_index
@@ -74,6 +75,7 @@ class TransferManager:
         self._sequence = 0
         self._closing = False
         self._abandoned = False
+        self._failed_copies = Incident(_log)
         self._staging: list[StagingPool] = []
         self._files: FileWorkers | None = None
         with ExitStack() as undo:  # pinned memory and threads do not go away by themselves
@@ -241,6 +243,8 @@ class TransferManager:
                 staging = self._debug.staging if first.is_debugged and self._debug is not None else self._staging
                 staging[first.group].give_back(batch.staging_slot)
             self._changed.notify_all()
+        if batch.failure is not None:
+            self._failed_copies.warn("copies between memories fail, what they carried is computed again: %s", batch.failure)
         self._tell_listeners()
 
     def _read_over(self, node: TransferNode, buffer: int) -> None:
@@ -388,6 +392,11 @@ class TransferManager:
     def failed_discards(self) -> int:
         """NVMe slots whose rows could not be deleted. The next write of such a slot deletes its row first."""
         return self._files.failed_discards if self._files is not None else 0
+
+    @property
+    def writes_hang(self) -> bool:
+        """NVMe writes do not come back: further ones would only hold their source slots."""
+        return self._files is not None and self._files.writes_hang
 
     # -- closing -----------------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvtier import __version__
+from kvtier.cli_store import store
 from kvtier.errors import ConfigError, KVTierError, RequestError
 
 CHECK_FAILED = 1
@@ -31,6 +32,7 @@ app = typer.Typer(name="kvtier", no_args_is_help=True, add_completion=False, pre
                   help="The memory tier for LLM inference engines: KV cache in GPU memory, host memory and NVMe.")
 bench = typer.Typer(no_args_is_help=True, help="Measure this machine: the limit first, then kvtier beside it.")
 app.add_typer(bench, name="bench")
+app.add_typer(store, name="store")
 
 
 def _json_file(text: str) -> Path:

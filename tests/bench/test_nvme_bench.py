@@ -87,7 +87,7 @@ def test_a_flipped_bit_makes_both_rows_invalid_and_the_exit_code_1(tmp_path: Pat
     # Not in the first operation: rounds that were right do not make up for one that was not.
     faults = Faults([FaultRule(FaultKind.BIT_FLIP, operation, rate=0.1, count=1)], seed=4)
     code, written = measure(tmp_path, faults=faults)
-    assert faults.counts() == {f"{operation.value}.bit_flip": 1}
+    assert faults.counts() == {f"nvme.{operation.value}.bit_flip": 1}
     assert code == 1
     assert written["results"] == []
     assert invalid(written).keys() == {"nvme/write/8KiB", "nvme/read/8KiB"}
@@ -183,7 +183,7 @@ def test_a_plan_that_cannot_be_measured_is_refused(tmp_path: Path, plan: NvmePla
 def test_a_slow_drive_gets_three_rounds(tmp_path: Path) -> None:
     faults = Faults([FaultRule(FaultKind.DELAY, FaultOperation.WRITE, seconds=0.01)])
     _, written = measure(tmp_path, NvmePlan(num_blocks=4, rounds=50, seconds=0.0, block_bytes=8192), faults)
-    assert faults.counts()["write.delay"] == 4 * (1 + 3)
+    assert faults.counts()["nvme.write.delay"] == 4 * (1 + 3)
     assert len(written["results"]) == 2
 
 

@@ -101,15 +101,29 @@ def keep(*ranges: tuple[int, int | None, int], decode: int = 35) -> RetentionCon
 
 
 @pytest.mark.parametrize("ranges", [[(0, None), (64, 128)], [(0, 64), (64, 32)], [(0, 64), (30, 128)]])
-def test_a7_bad_retention_ranges_are_refused(ranges: list[tuple[int, int | None]]) -> None:
+def test_case_A7_bad_retention_ranges_are_refused(ranges: list[tuple[int, int | None]]) -> None:
     with pytest.raises(RequestError):
         RetentionConfig([TokenRange(start, end, 35) for start, end in ranges])
+
+
+@pytest.mark.parametrize(("priority", "goes_down"), [(35, True), (5, False), (30, True), (29, False)])
+def test_case_A4_what_is_evicted_goes_down_from_the_threshold_on(make: type[Cache], priority: int, goes_down: bool) -> None:
+    cache = make(8, 4)
+    cache.add(0, list(range(5)), retention=keep((0, None, priority), decode=priority))
+    cache.release(0)
+    cache.add(1, list(range(100, 125)), retention=keep((0, None, 80)))  # all others; its last block stays empty
+    cache.release(1)
+    cache.events()
+    cache.add(2, list(range(200, 208)))  # the empty block, and one that holds something
+    (event,) = cache.events()
+    assert kinds([event]) == (["Updated"] if goes_down else ["Removed"]), "the low one goes first, though it is as old as the others"
+    assert cache.add(3, [0, 1, 2, 3, 9]) == (4 if goes_down else 0)
 
 
 PROMPT = [100, 101, 102, 103, 104, 105, 0, 1, 2]
 
 
-def test_d3_extra_ids_separate_blocks(make: type[Cache]) -> None:
+def test_case_D3_extra_ids_separate_blocks(make: type[Cache]) -> None:
     cache = make(16)
     assert cache.add(0, PROMPT, extra_ids=[1, 1, 2, 2, 3, 3, 0, 0, 0]) == 0
     cache.append(0, 3, 4)
@@ -121,25 +135,21 @@ def test_d3_extra_ids_separate_blocks(make: type[Cache]) -> None:
     assert cache.add(3, PROMPT, extra_ids=[1, 1, 2, 2, 4, 4, 0, 0, 0]) == 4
 
 
-def test_d3_multimodal_content_separates_blocks(make: type[Cache]) -> None:
+def test_case_D3_multimodal_content_separates_blocks(make: type[Cache]) -> None:
     cache = make(16)
     one, two, three = (bytes([n]) * 32 for n in (1, 2, 3))
-    item = [MultimodalItem(one, [(2, 4)])]
-    assert cache.add(0, PROMPT, multimodal=item) == 0
-    cache.append(0, 3, 4)
-    cache.release(0)
-    assert cache.add(1, PROMPT, multimodal=item) == 8
-    assert cache.ids(1) == [0, 1, 3]
-    cache.append(1, 3, 4)
-    cache.release(1)
-    assert cache.add(2, PROMPT, multimodal=[MultimodalItem(two, [(2, 4)])]) == 0
-    cache.drop(2)
-    assert cache.add(3, PROMPT, multimodal=[MultimodalItem(one, [(2, 2)]), MultimodalItem(two, [(4, 2)])]) == 4
-    cache.release(3)
-    assert cache.add(4, PROMPT, multimodal=[MultimodalItem(one, [(2, 2)]), MultimodalItem(three, [(4, 2)])]) == 4
+    steps = [([MultimodalItem(one, [(2, 4)])], 0, [0, 1, 2]), ([MultimodalItem(one, [(2, 4)])], 8, [0, 1, 3]),
+             ([MultimodalItem(two, [(2, 4)])], 0, [3, 4, 5]),
+             ([MultimodalItem(one, [(2, 2)]), MultimodalItem(two, [(4, 2)])], 4, [0, 6, 7]),
+             ([MultimodalItem(one, [(2, 2)]), MultimodalItem(three, [(4, 2)])], 4, None)]
+    for request_id, (items, pos, ids) in enumerate(steps):
+        assert cache.add(request_id, PROMPT, multimodal=items) == pos
+        assert ids is None or cache.ids(request_id) == ids
+        cache.append(request_id, 3, 4)
+        cache.release(request_id)
 
 
-def test_d3_adapters_separate_blocks(make: type[Cache]) -> None:
+def test_case_D3_adapters_separate_blocks(make: type[Cache]) -> None:
     cache = make(16)
     for request_id, lora, expected in [(0, 0, 0), (1, 0, 8), (2, 1, 0), (3, None, 0)]:
         assert cache.add(request_id, PROMPT, lora_id=lora) == expected
@@ -147,7 +157,7 @@ def test_d3_adapters_separate_blocks(make: type[Cache]) -> None:
         cache.release(request_id)
 
 
-def test_d3_adapter_and_extra_ids_combine(make: type[Cache]) -> None:
+def test_case_D3_adapter_and_extra_ids_combine(make: type[Cache]) -> None:
     cache = make(16)
     for request_id, lora in ((0, 1), (1, 2)):
         assert cache.add(request_id, PROMPT, lora_id=lora, extra_ids=[1, 1, 2, 2, 3, 3, 0, 0, 0]) == 0
@@ -158,7 +168,7 @@ def test_d3_adapter_and_extra_ids_combine(make: type[Cache]) -> None:
     assert cache.ids(2)[0] != cache.ids(3)[0]
 
 
-def test_d3_salts_separate_blocks(make: type[Cache]) -> None:
+def test_case_D3_salts_separate_blocks(make: type[Cache]) -> None:
     cache = make(16)
     steps = [(None, 0, [0, 1, 2]), ("tenant-A", 0, [3, 4, 5]), ("tenant-A", 8, [3, 4, 6]), ("tenant-B", 0, [6, 7, 8]), (None, 8, [0, 1, 9])]
     for request_id, (salt, pos, ids) in enumerate(steps):
@@ -168,7 +178,7 @@ def test_d3_salts_separate_blocks(make: type[Cache]) -> None:
         cache.release(request_id)
 
 
-def test_d4_statistics_of_a_request(make: type[Cache]) -> None:
+def test_case_D4_statistics_of_a_request(make: type[Cache]) -> None:
     cache = make(16)
     first = cache.manager.add_sequence(Request(0, list(range(9))))
     assert (first.total_blocks, first.new_blocks, first.reused_blocks, first.missed_blocks) == (3, 3, 0, 3)
@@ -176,9 +186,10 @@ def test_d4_statistics_of_a_request(make: type[Cache]) -> None:
     cache.release(0)
     again = cache.manager.add_sequence(Request(1, list(range(9))))
     assert (again.total_blocks, again.new_blocks, again.reused_blocks, again.missed_blocks) == (1, 1, 2, 1)
+    assert cache.manager.request_stats(1).hit_rate == pytest.approx(2 / 3)
 
 
-def test_d6_pinned_blocks_are_not_free_until_released(make: type[Cache]) -> None:
+def test_case_D6_pinned_blocks_are_not_free_until_released(make: type[Cache]) -> None:
     cache = make(4)
     cache.add(0, list(range(8)))
     lease = cache.manager.pin(0)
@@ -190,7 +201,7 @@ def test_d6_pinned_blocks_are_not_free_until_released(make: type[Cache]) -> None
     assert cache.manager.stats().leases == 0
 
 
-def test_d8_a_block_has_its_range_s_priority_and_unknown_ids_are_errors(make: type[Cache]) -> None:
+def test_case_D8_a_block_has_its_range_s_priority_and_unknown_ids_are_errors(make: type[Cache]) -> None:
     cache = make(4)
     cache.add(0, list(range(8)), retention=keep((0, None, 80)))
     assert {cache.manager.block(block_id).priority for block_id in cache.ids(0)} == {80}
@@ -199,7 +210,7 @@ def test_d8_a_block_has_its_range_s_priority_and_unknown_ids_are_errors(make: ty
             cache.manager.block(unknown)
 
 
-def test_e1_low_priorities_are_evicted_first(make: type[Cache]) -> None:
+def test_case_E1_low_priorities_are_evicted_first(make: type[Cache]) -> None:
     cache = make(4)
     cache.add(0, list(range(8)), retention=keep((0, 4, 90), (4, 8, 10)))
     cache.add(1, list(range(8, 16)))
@@ -214,7 +225,7 @@ def test_e1_low_priorities_are_evicted_first(make: type[Cache]) -> None:
     assert cache.add(5, list(range(16, 24))) == 0
 
 
-def test_e2_generated_blocks_have_the_decode_priority(make: type[Cache]) -> None:
+def test_case_E2_generated_blocks_have_the_decode_priority(make: type[Cache]) -> None:
     cache = make(8)
     cache.add(0, list(range(12)), retention=keep((0, None, 90), decode=90))
     assert cache.free == 5
@@ -231,7 +242,7 @@ def test_e2_generated_blocks_have_the_decode_priority(make: type[Cache]) -> None
     assert cache.add(3, list(range(12))) == 11
 
 
-def test_e7_a_leaf_is_reused_in_place(make: type[Cache]) -> None:
+def test_case_E7_a_leaf_is_reused_in_place(make: type[Cache]) -> None:
     cache = make(4)
     cache.add(0, [0, 1, 2, 3])
     cache.store(0)
@@ -259,21 +270,21 @@ def seeded(make: type[Cache], *prompts: list[int]) -> Cache:
     return cache
 
 
-def test_f1_of_two_partial_matches_the_last_keeps_the_block(make: type[Cache]) -> None:
+def test_case_F1_of_two_partial_matches_the_last_keeps_the_block(make: type[Cache]) -> None:
     cache = seeded(make, list(range(7)))
     assert cache.add_batch([Request(0, [0, 1, 2, 3, 4, 10]), Request(1, [0, 1, 2, 3, 4, 20])]) == [5, 5]
     assert cache.ids(1)[1] == 1
     assert cache.ids(0)[1] != 1
 
 
-def test_f3_a_full_match_beats_a_partial_one(make: type[Cache]) -> None:
+def test_case_F3_a_full_match_beats_a_partial_one(make: type[Cache]) -> None:
     cache = seeded(make, list(range(9)))
     assert cache.add_batch([Request(0, [*range(7), 10]), Request(1, list(range(9)))]) == [7, 8]
     assert cache.ids(1)[:2] == [0, 1]
     assert cache.ids(0)[1] != 1
 
 
-def test_f6_two_copies_of_one_inner_block(make: type[Cache]) -> None:
+def test_case_F6_two_copies_of_one_inner_block(make: type[Cache]) -> None:
     cache = seeded(make, list(range(8)), [0, 1, 2, 3, 10, 11, 12, 13])
     assert cache.add_batch([Request(0, [0, 1, 2, 50]), Request(1, [0, 1, 60, 70])]) == [3, 2]
     assert [len(cache.ids(request_id)) for request_id in (0, 1)] == [1, 1]
@@ -285,7 +296,7 @@ def kinds(events: list[object]) -> list[str]:
     return [type(event).__name__ for event in events]
 
 
-def test_h1_the_event_stream(make: type[Cache]) -> None:
+def test_case_H1_the_event_stream(make: type[Cache]) -> None:
     cache = make(8, 2, event_buffer_max_size=1024)
     created = cache.events()
     assert kinds(created) == ["Created"]
@@ -300,7 +311,11 @@ def test_h1_the_event_stream(make: type[Cache]) -> None:
 
     cache.append(0, 0)
     cache.release(0)
-    (tail,) = cache.events()
+    cache.manager.flush_events()
+    (envelope,) = cache.manager.poll_events()
+    assert envelope.event_id == 2, "the one after Created and the first Stored"
+    tail = envelope.data
+    assert kinds([tail]) == ["Stored"]
     assert tail.parent_hash == stored.blocks[-1].block_hash
     assert len(tail.blocks) == 1
 
@@ -328,7 +343,7 @@ def test_h1_the_event_stream(make: type[Cache]) -> None:
     assert kinds(cache.events())[0] == "Stored"
 
 
-def test_h1_event_ids_ascend_by_one(make: type[Cache]) -> None:
+def test_case_H1_event_ids_ascend_by_one(make: type[Cache]) -> None:
     cache = make(8, 2)
     for request_id in range(6):
         cache.add(request_id, [request_id, *range(20, 31)])
@@ -339,7 +354,7 @@ def test_h1_event_ids_ascend_by_one(make: type[Cache]) -> None:
     assert len(ids) > 6
 
 
-def test_h4_polling_blocks_until_events_come_and_is_empty_without_a_buffer(make: type[Cache]) -> None:
+def test_case_H4_polling_blocks_until_events_come_and_is_empty_without_a_buffer(make: type[Cache]) -> None:
     silent = make(8, event_buffer_max_size=0)
     silent.add(0, list(range(8)))
     silent.store(0)

@@ -87,18 +87,21 @@ def make() -> Iterator[Make]:
 
 
 @pytest.mark.parametrize(("prompt", "free", "distinct"), [(191, 14, 10), (192, 21, 3)])
-def test_d1_the_blocks_of_eight_beams(make: Make, prompt: int, free: int, distinct: int) -> None:
+def test_case_D1_the_blocks_of_eight_beams(make: Make, prompt: int, free: int, distinct: int) -> None:
     cache = make([attention()], "24 blocks", tokens_per_block=64, enable_block_reuse=False, max_beam_width=8, max_seq_len=512)
     cache.add(0, list(range(prompt)), beam_width=8)
     assert cache.free() == free
     rows = [cache.manager.block_ids(0, beam=beam) for beam in range(8)]
     assert [len(row) for row in rows] == [3] * 8
     assert len({block_id for row in rows for block_id in row}) == distinct
+    shared = prompt // 64
+    assert all(row[:shared] == rows[0][:shared] for row in rows)
     cache.drop(0)
     assert cache.free() == 24
+    assert all(cache.manager.block(block_id).tokens == () for row in rows for block_id in row), "nothing remembers the sequence"
 
 
-def test_d1_a_third_sequence_and_an_id_in_use_are_refused(make: Make) -> None:
+def test_case_D1_a_third_sequence_and_an_id_in_use_are_refused(make: Make) -> None:
     cache = make([attention()], "24 blocks", tokens_per_block=64, enable_block_reuse=False, max_beam_width=8, max_seq_len=512)
     for number in range(2):
         cache.add(number, list(range(191)), beam_width=8)
@@ -112,7 +115,7 @@ def test_d1_a_third_sequence_and_an_id_in_use_are_refused(make: Make) -> None:
 # -- H5, C4, C9: several groups ------------------------------------------------------------------------------------------
 
 
-def test_h5_events_of_two_windows(make: Make) -> None:
+def test_case_H5_events_of_two_windows(make: Make) -> None:
     cache = make([attention(12), attention(16)], ["4 blocks", "8 blocks"], secondary="2 blocks", max_seq_len=128)
     cache.manager.flush_events()
     created = cache.manager.poll_events()
@@ -123,7 +126,7 @@ def test_h5_events_of_two_windows(make: Make) -> None:
     assert [(event.group, type(event.data).__name__) for event in cache.manager.poll_events()] == [(1, "Stored"), (0, "Stored")]
 
 
-def test_c4_what_one_group_drops_the_others_keep(make: Make) -> None:
+def test_case_C4_what_one_group_drops_the_others_keep(make: Make) -> None:
     cache = make([attention(8), attention()], ["3 blocks", "12 blocks"], max_seq_len=128)
     cache.add(0, list(range(9)))
     cache.release(0)
@@ -147,7 +150,7 @@ def with_a(make: Make, primary: int) -> Cache:
     return cache
 
 
-def test_i1_out_of_the_window_and_released(make: Make) -> None:
+def test_case_I1_out_of_the_window_and_released(make: Make) -> None:
     cache = with_a(make, 8)
     cache.release(0)
     assert cache.add(1, list(range(1000, 1004))) == 3
@@ -155,14 +158,14 @@ def test_i1_out_of_the_window_and_released(make: Make) -> None:
     assert cache.free() == 8
 
 
-def test_i2_out_of_the_window_and_alive(make: Make) -> None:
+def test_case_I2_out_of_the_window_and_alive(make: Make) -> None:
     cache = with_a(make, 10)
     cache.append(0, 1012)
     cache.store(0)
     assert cache.add(1, list(range(1000, 1004))) == 3
 
 
-def test_i3_out_of_the_window_and_taken(make: Make) -> None:
+def test_case_I3_out_of_the_window_and_taken(make: Make) -> None:
     cache = with_a(make, 4)
     assert cache.free() == 2
     cache.add(1, list(range(2000, 2008)))
@@ -172,7 +175,7 @@ def test_i3_out_of_the_window_and_taken(make: Make) -> None:
     assert cache.add(2, list(range(2000, 2008))) > 0
 
 
-def test_i7_out_of_the_window_in_a_what_if(make: Make) -> None:
+def test_case_I7_out_of_the_window_in_a_what_if(make: Make) -> None:
     cache = with_a(make, 5)
     cache.manager.start_scheduling()
     cache.manager.scheduling_remove_sequence(0)
@@ -182,7 +185,7 @@ def test_i7_out_of_the_window_in_a_what_if(make: Make) -> None:
     assert cache.free() == 5
 
 
-def test_i9_stored_and_pinned(make: Make) -> None:
+def test_case_I9_stored_and_pinned(make: Make) -> None:
     cache = make([attention(8)], "6 blocks", max_seq_len=128)
     cache.add(0, A)
     cache.store(0)
@@ -197,7 +200,7 @@ def test_i9_stored_and_pinned(make: Make) -> None:
     assert cache.free() == 6
 
 
-def test_i12_a_window_smaller_than_a_block(make: Make) -> None:
+def test_case_I12_a_window_smaller_than_a_block(make: Make) -> None:
     cache = make([attention(3)], "16 blocks", enable_block_reuse=False, max_seq_len=128)
     cache.add(0, [1, 2])
     assert cache.manager.block_ids(0) == [0]
@@ -210,7 +213,7 @@ def test_i12_a_window_smaller_than_a_block(make: Make) -> None:
     assert cache.free() == 16
 
 
-def test_i15_a_shared_head(make: Make) -> None:
+def test_case_I15_a_shared_head(make: Make) -> None:
     cache = make([attention(8)], "12 blocks", max_seq_len=128)
     head = [1, 2, 3, 4, 5, 6]
     for number, suffix in enumerate(([10, 11, 12], [20, 21, 22], [10, 11, 12], [10, 11, 12])):
@@ -223,7 +226,7 @@ def test_i15_a_shared_head(make: Make) -> None:
 # -- J: accounting with a window ---------------------------------------------------------------------------------------------
 
 
-def test_j2_remaining_to_completion(make: Make) -> None:
+def test_case_J2_remaining_to_completion(make: Make) -> None:
     request = Request(0, list(range(1024)), max_new_tokens=128)
     for layers, tokens_per_block, chunk, blocks in (([attention()], 1, None, 1152), ([attention()], 64, None, 18),
                                                     ([attention(128)], 64, 16384, 18)):
@@ -236,7 +239,7 @@ def test_j2_remaining_to_completion(make: Make) -> None:
     (518, 0, 0, False, 0), (512, 16, 0, False, 1), (128, 15, 0, False, 0), (128, 15, 0, True, 1), (302, 0, 3, False, 1),
     (298, 0, 3, False, 0),
 ])
-def test_j3_needed_in_one_step(make: Make, prompt: int, generated: int | None, draft: int, two_steps: bool, blocks: int) -> None:
+def test_case_J3_needed_in_one_step(make: Make, prompt: int, generated: int | None, draft: int, two_steps: bool, blocks: int) -> None:
     cache = make([attention(512)], "80 blocks", tokens_per_block=16, max_seq_len=2048)
     request = Request(0, list(range(prompt)), max_new_tokens=500, num_draft_tokens=draft)
     if generated is None:
@@ -253,7 +256,7 @@ def test_j3_needed_in_one_step(make: Make, prompt: int, generated: int | None, d
 
 
 @pytest.mark.parametrize(("prompt", "beams", "blocks"), [(100, 1, 1), (96, 1, 1), (100, 3, 3), (96, 3, 1)])
-def test_recurrent_layers_without_reuse_hold_one_block_or_one_for_each_beam(make: Make, prompt: int, beams: int, blocks: int) -> None:
+def test_case_recurrent_layers_without_reuse_hold_one_block_or_one_for_each_beam(make: Make, prompt: int, beams: int, blocks: int) -> None:
     layer = LayerSpec.recurrent(state_bytes=4096, snapshot_interval=64)
     cache = make([layer], "24 blocks", tokens_per_block=32, enable_block_reuse=False, max_beam_width=3, max_seq_len=512)
     cache.add(0, list(range(prompt)), beam_width=beams)
@@ -267,7 +270,7 @@ def test_recurrent_layers_without_reuse_hold_one_block_or_one_for_each_beam(make
     assert cache.free() == 24
 
 
-def test_recurrent_layers_grow_with_their_last_block(make: Make) -> None:
+def test_case_recurrent_layers_grow_with_their_last_block(make: Make) -> None:
     layer = LayerSpec.recurrent(state_bytes=4096, snapshot_interval=64)
     cache = make([layer], "24 blocks", tokens_per_block=32, enable_block_reuse=False, max_seq_len=512)
     cache.add(0, list(range(60)))
@@ -276,7 +279,7 @@ def test_recurrent_layers_grow_with_their_last_block(make: Make) -> None:
     assert [block_id >= 0 for block_id in ids] == [False] * 4 + [True]
 
 
-def test_recurrent_layers_with_reuse_match_down_to_a_snapshot(make: Make) -> None:
+def test_case_recurrent_layers_with_reuse_match_down_to_a_snapshot(make: Make) -> None:
     layer = LayerSpec.recurrent(state_bytes=4096, snapshot_interval=64)
     cache = make([attention(), layer], "24 blocks", tokens_per_block=32, max_seq_len=512)
     prompt = list(range(163))

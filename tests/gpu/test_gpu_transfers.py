@@ -37,7 +37,7 @@ def constant(group: LayerGroup, value: int) -> np.ndarray:
     return np.full(group.block_bytes, value, np.uint8)
 
 
-def test_case_g1_offload_then_onboard_then_offload_gives_zeros(make_rig: MakeRig, engine: torch.cuda.Stream) -> None:
+def test_case_G1_offload_then_onboard_then_offload_gives_zeros(make_rig: MakeRig, engine: torch.cuda.Stream) -> None:
     rig = make_rig(LARGE)
     rig.put(P[0], constant(LARGE, 0))
     rig.put(S[0], constant(LARGE, 1))

@@ -46,7 +46,7 @@ def levels() -> Level8And4:
     return Level8And4()
 
 
-def test_claiming_lowers_the_free_count_of_its_own_level_only(levels: Level8And4) -> None:
+def test_case_A1_claiming_lowers_the_free_count_of_its_own_level_only(levels: Level8And4) -> None:
     assert levels.queues.free == [8, 4]
     levels.claim_front(PRIMARY)
     assert levels.queues.free == [7, 4]
@@ -54,26 +54,26 @@ def test_claiming_lowers_the_free_count_of_its_own_level_only(levels: Level8And4
     assert levels.queues.free == [7, 3]
 
 
-def test_looking_at_the_front_does_not_take_it(levels: Level8And4) -> None:
+def test_case_A2_looking_at_the_front_does_not_take_it(levels: Level8And4) -> None:
     assert levels.front() == levels.front() == 0
     levels.claim_front()
     assert levels.front() == 1
 
 
-def test_a_handle_given_back_without_content_comes_first(levels: Level8And4) -> None:
+def test_case_A2_a_handle_given_back_without_content_comes_first(levels: Level8And4) -> None:
     number = levels.claim_front()
     levels.queues.add_empty_first(levels.records[number], PRIMARY)
     assert levels.front() == number
 
 
-def test_content_given_back_goes_to_the_back(levels: Level8And4) -> None:
+def test_case_A2_content_given_back_goes_to_the_back(levels: Level8And4) -> None:
     number = levels.claim_front()
     levels.release(number)
     assert levels.front() != number
     assert levels.queues.members(PRIMARY)[-1] is levels.records[number]
 
 
-def test_the_least_recently_released_comes_first(levels: Level8And4) -> None:
+def test_case_A3_the_least_recently_released_comes_first(levels: Level8And4) -> None:
     first, second = levels.claim_front(), levels.claim_front()
     levels.release(second)
     levels.release(first)
@@ -83,7 +83,7 @@ def test_the_least_recently_released_comes_first(levels: Level8And4) -> None:
     assert levels.front() == first
 
 
-def test_the_lowest_priority_comes_first_however_fresh_it_is(levels: Level8And4) -> None:
+def test_case_A4_the_lowest_priority_comes_first_however_fresh_it_is(levels: Level8And4) -> None:
     number = levels.claim_front()
     other = levels.claim_front()
     levels.release(other, priority=80)
@@ -94,7 +94,7 @@ def test_the_lowest_priority_comes_first_however_fresh_it_is(levels: Level8And4)
     assert levels.front() == other
 
 
-def test_a_duration_counts_from_the_release_and_ends_at_the_default_priority(levels: Level8And4) -> None:
+def test_case_A5_a_duration_counts_from_the_release_and_ends_at_the_default_priority(levels: Level8And4) -> None:
     number = levels.claim_front()
     levels.release(number, priority=80, duration=0.001, now=0.0)
     assert levels.queues.refresh(0.0) == []
@@ -113,7 +113,7 @@ def test_what_expires_at_the_same_time_falls_in_the_order_of_release(levels: Lev
     assert levels.queues.members(PRIMARY)[-2:] == [levels.records[second], levels.records[first]]
 
 
-def test_a_duration_at_the_default_priority_is_ignored(levels: Level8And4) -> None:
+def test_case_A_a_duration_at_the_default_priority_is_ignored(levels: Level8And4) -> None:
     number = levels.claim_front()
     levels.release(number, duration=1.0)
     assert levels.records[number].expires_at == 0.0
@@ -160,14 +160,14 @@ def test_releasing_again_and_again_leaves_no_heap_of_durations_behind(levels: Le
     assert len(levels.queues.refresh(2.0)) == 1
 
 
-def test_claiming_twice_is_harmless(levels: Level8And4) -> None:
+def test_case_A_claiming_twice_is_harmless(levels: Level8And4) -> None:
     number = levels.claim_front()
     levels.queues.claim(levels.records[number])
     assert levels.queues.free == [7, 4]
     assert levels.queues.evictable == [7, 4]
 
 
-def test_an_empty_level_has_no_front() -> None:
+def test_case_A_an_empty_level_has_no_front() -> None:
     queues = EvictionQueues(3)
     assert queues.front(2) is None
     assert queues.members(2) == []

@@ -23,7 +23,7 @@ interpreted = pytest.mark.skipif(not str(retention.__file__).endswith(".py"), re
     [(5, 5)],
     [(0, None), (64, None)],
 ])
-def test_ranges_that_overlap_are_empty_or_follow_an_open_one_are_refused(ranges: list[tuple[int, int | None]]) -> None:
+def test_case_A7_ranges_that_overlap_are_empty_or_follow_an_open_one_are_refused(ranges: list[tuple[int, int | None]]) -> None:
     with pytest.raises(RequestError, match="TokenRange"):
         RetentionConfig([TokenRange(start, end, 50) for start, end in ranges])
 
@@ -51,7 +51,7 @@ def test_a_duration_that_is_not_positive_and_finite_is_refused(seconds: float) -
         RetentionConfig(decode_duration_seconds=seconds)
 
 
-def test_a_block_takes_the_range_that_contains_its_first_token() -> None:
+def test_case_A_a_block_takes_the_range_that_contains_its_first_token() -> None:
     config = RetentionConfig([TokenRange(0, 6, 80, 2.0), TokenRange(6, 9, 10)])
     assert config.for_position(0) == (80, 2.0)
     assert config.for_position(4) == (80, 2.0), "it goes on into the second range, and keeps the first one's priority"
@@ -59,7 +59,7 @@ def test_a_block_takes_the_range_that_contains_its_first_token() -> None:
     assert config.for_position(8) == (10, None)
 
 
-def test_a_block_outside_every_range_takes_none() -> None:
+def test_case_A_a_block_outside_every_range_takes_none() -> None:
     config = RetentionConfig([TokenRange(4, 8, 80)])
     assert config.for_position(3) == (None, None)
     assert config.for_position(8) == (None, None)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
+from kvtier.io.fault_text import parse_faults
 from kvtier.io.faults import Faults
 from kvtier.tiering.config import TierConfig
 
@@ -244,7 +245,26 @@ def test_objects_are_taken_as_they_are() -> None:
     assert config.faults is faults
     assert config.clock() == 7.0
     assert config.allreduce_min is sorted
-    assert not {"faults", "clock", "allreduce_min"} & {key for key, _, _ in config.effective()}
+    assert not {"clock", "allreduce_min"} & {key for key, _, _ in config.effective()}
+
+
+@pytest.mark.parametrize("source", ["keyword", "environment", "yaml", "yaml list", "toml"])
+def test_faults_are_written_the_same_way_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str) -> None:
+    rules = "nvme.read.bit_flip=0.01, secondary.copy.delay=0.1:5ms*20"
+    file = tmp_path / ("config.toml" if source == "toml" else "config.yaml")
+    as_list = "[" + ", ".join(map(repr, rules.split(", "))) + "]"
+    file.write_text({"yaml": f"faults: {rules}", "yaml list": f"faults: {as_list}", "toml": f"faults = {as_list}"}.get(source, ""))
+    if source == "environment":
+        monkeypatch.setenv("KVTIER_FAULTS", rules)
+    config = TierConfig(faults=rules) if source == "keyword" else TierConfig.from_file(file)
+    assert isinstance(config.faults, Faults)
+    assert {key: value for key, value, _ in config.effective()}["faults"] == str(parse_faults(rules))
+    assert config.sources["faults"].split()[0] == ("file" if file.read_text() else source)
+
+
+def test_a_fault_nobody_knows_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"'nvme\.read\.bit_flop': unknown kind 'bit_flop'; did you mean 'bit_flip'\?"):
+        TierConfig(faults="nvme.read.bit_flop")  # type: ignore[arg-type]
 
 
 def test_configuration_needs_no_torch() -> None:

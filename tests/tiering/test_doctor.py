@@ -59,6 +59,16 @@ def test_a_bad_configuration_fails_with_the_reason_and_the_rest_is_still_examine
     assert report.configuration == ()
 
 
+def test_faults_that_are_injected_are_a_warning_and_without_them_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not [finding for finding in examine().findings if finding.name == "faults"]
+    monkeypatch.setenv("KVTIER_FAULTS", "nvme.read.eio=0.5")
+    found = line(examine(), "faults")
+    assert found.status is Status.WARN
+    assert "nvme.read.eio=0.5" in found.found
+    assert "environment KVTIER_FAULTS" in found.found
+    assert "remove faults there" in found.next_step
+
+
 def test_the_configured_directory_is_examined(tmp_path: Path) -> None:
     (tmp_path / "tier.toml").write_text(f'nvme_directory = "{tmp_path}"\n')
     assert str(tmp_path) in line(examine(config_file=tmp_path / "tier.toml"), "direct I/O").found

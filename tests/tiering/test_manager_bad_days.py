@@ -267,6 +267,7 @@ def test_a_full_disk_stops_stores_for_a_while_and_nothing_else(make_cache: MakeC
     cache = make_cache(4, 4, 16, write_ahead_share=1.0, faults=Faults([fails(WRITE, number=errno.ENOSPC)]))
     engine = ToyEngine(cache)
     engine.serve(Request(1, PROMPT))
+    caplog.clear()  # that faults are injected has been said
     with caplog.at_level(logging.INFO):
         assert not cache.flush(), "nothing of it is durable"
         for user in range(2, 5):

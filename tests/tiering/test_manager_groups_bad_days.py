@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import random
-import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
-from crew import Crew
 from group_engine import LAYOUTS, GroupEngine
 from toy_engine import PROMPT, MakeCache, flip_stored_bit, tokens_of
 
-from kvtier import CapacityError, KVCacheManager, Level, Request, RequestError, TransferError
+from kvtier import CapacityError, KVCacheManager, Request, RequestError
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
 
 pytestmark = [pytest.mark.usefixtures("no_failed_callbacks"), pytest.mark.timeout(60)]
 
 READ, COPY = FaultOperation.READ, FaultOperation.COPY
-SECONDS = 4.0
 EVERY_GROUP = [pytest.param(name, group.number, id=f"{name}: {group.kind} {group.number}") for name, layout in LAYOUTS.items()
                for group in layout.groups if group.kind != "cross"]
 
@@ -174,96 +169,3 @@ def test_a_step_that_one_group_has_no_block_for_appends_nothing(make_cache: Make
     engine.remove(2)
     engine.sample(1)
     engine.forward([1])
-
-
-# -- threads -------------------------------------------------------------------------------------------------------------------
-
-
-def serve_at_random(cache: KVCacheManager, number: int, guard: threading.Lock, engines: list[GroupEngine]) -> Callable[[], None]:
-    """One engine's work: a request of its own, alone or pre-empted, with beams or without, to its end or aborted."""
-    engine = GroupEngine(cache, guard)
-    engines.append(engine)
-    generator = random.Random(number)
-    request_id = number * 1000
-
-    def work() -> None:
-        prompt = [*tokens_of(generator.randrange(5), generator.randrange(4, 16)), generator.randrange(3)]
-        beams = generator.choice([1, 1, 2])
-        try:
-            engine.admit(engine.request(request_id, prompt, beam_width=beams))
-        except CapacityError:
-            time.sleep(0.001)
-            return
-        lease = cache.pin(request_id) if generator.random() < 0.2 else None
-        try:
-            for _ in range(generator.randrange(5)):
-                if generator.random() < 0.1:
-                    break  # an abort, perhaps while its reads are in flight
-                engine.learn(request_id)
-                sequence = engine.sequences[request_id]
-                if engine.forward([request_id], generator.choice([None, 3])) and sequence.computed == sequence.num_tokens:
-                    if beams > 1 and generator.random() < 0.3:
-                        engine.reorder(request_id, [1, 1])
-                    with suppress(RequestError):  # a copy failed meanwhile: the engine has to ask first
-                        engine.sample(request_id)
-        except CapacityError:
-            pass  # pre-empted: somebody else has the room
-        engine.remove(request_id, store=generator.random() < 0.9)
-        if lease is not None:
-            lease.release()
-
-    return work
-
-
-@pytest.mark.parametrize("name", ["states and a window", "encoder", "side data"])
-def test_many_threads_share_a_cache_of_several_groups(make_cache: MakeCache, name: str) -> None:
-    layout = LAYOUTS[name]
-    cache = make_cache(20, 6, 40, layout=layout, max_beam_width=2, faults=Faults([
-        FaultRule(FaultKind.FAILURE, READ, rate=0.01), FaultRule(FaultKind.BIT_FLIP, READ, rate=0.01),
-        FaultRule(FaultKind.DELAY, READ, rate=0.1, seconds=0.003), FaultRule(FaultKind.FAILURE, COPY, rate=0.01),
-        FaultRule(FaultKind.DELAY, COPY, rate=0.05, seconds=0.002)]))
-    crew, guard, engines = Crew(SECONDS), threading.Lock(), []
-    for number in range(1, 4):
-        crew.add(f"engine {number}", serve_at_random(cache, number, guard, engines))
-    generator = random.Random(99)
-
-    def housekeeping() -> None:
-        cache.refresh()
-        cache.verify()
-        stats = cache.stats()
-        assert stats.primary.free_blocks == sum(group.primary.free_blocks for group in stats.groups)
-        cache.iteration_stats()
-        time.sleep(0.001)
-
-    def look() -> None:
-        group = generator.randrange(len(layout.groups))
-        cache.match(engines[0].request(1, tokens_of(generator.randrange(5), 12)))
-        block_id = generator.randrange(66)
-        view = cache.block(block_id, group=group)
-        if view.tokens and view.is_full:
-            with suppress(TransferError):  # lost, or gone from NVMe meanwhile
-                cache.read_block(block_id, group=group)
-        with suppress(RequestError, CapacityError):
-            generator.choice([cache.offload, cache.onboard])(block_id, group=group)
-        if generator.random() < 0.02:
-            cache.truncate(tokens_of(generator.randrange(5), 12), 4)
-        cache.num_free_blocks(Level.PRIMARY, group=group)
-        time.sleep(0.001)
-
-    def flush() -> None:
-        time.sleep(0.2)
-        cache.flush(1.0)
-
-    crew.add("housekeeping", housekeeping)
-    crew.add("tools", look)
-    crew.add("subscriber", lambda: cache.poll_events(timeout=0.01))
-    crew.add("flusher", flush)
-    crew.run()
-    cache.flush()
-    cache.verify()
-    stats = cache.stats()
-    assert (stats.sequences, stats.leases) == (0, 0)
-    assert [(group.primary.free_blocks, group.primary.busy_blocks) for group in stats.groups] == [(20, 0)] * len(layout.groups)
-    assert sum(engine.checked for engine in engines) > 500
-    assert sum(stats.hit_tokens) > 0
-    assert all(rounds > 3 for rounds in crew.rounds.values()), crew.rounds

@@ -3,61 +3,73 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from crew import Crew
+from group_engine import LAYOUTS, GroupEngine, attention
 from toy_engine import MakeCache, ToyEngine, tokens_of
 
-from kvtier import CapacityError, KVCacheManager, Request, RequestError, TransferError
+from kvtier import CapacityError, KVCacheManager, KVLayout, Level, Request, RequestError, TransferError
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
 
 pytestmark = [pytest.mark.usefixtures("no_failed_callbacks"), pytest.mark.timeout(60)]
 
 READ, COPY = FaultOperation.READ, FaultOperation.COPY
-SECONDS = 4.0
+SECONDS = 1.0  # at least; more where that was not enough to see anything
+SHARED = LAYOUTS | {"one group": KVLayout([attention(1, 8)] * 2, "float32", 4)}
 
 
-def serve_at_random(cache: KVCacheManager, number: int, guard: threading.Lock, engines: list[ToyEngine]) -> Callable[[], None]:
-    """One engine's work: a request of its own, alone or pre-empted, to its end or aborted."""
-    engine = ToyEngine(cache, guard)
+def serve_at_random(cache: KVCacheManager, number: int, guard: threading.Lock, engines: list[GroupEngine]) -> Callable[[], None]:
+    """One engine's work: a request of its own, alone or pre-empted, with beams or without, to its end or aborted."""
+    engine = GroupEngine(cache, guard)
     engines.append(engine)
     generator = random.Random(number)
     request_id = number * 1000
 
     def work() -> None:
         prompt = [*tokens_of(generator.randrange(5), generator.randrange(4, 16)), generator.randrange(3)]
+        beams = generator.choice([1, 1, 2])
         try:
-            engine.admit(Request(request_id, prompt))
+            engine.admit(engine.request(request_id, prompt, beam_width=beams))
         except CapacityError:
             time.sleep(0.001)
             return
+        lease = cache.pin(request_id) if generator.random() < 0.2 else None
         try:
-            for _ in range(generator.randrange(4)):
+            for _ in range(generator.randrange(5)):
                 if generator.random() < 0.1:
                     break  # an abort, perhaps while its reads are in flight
                 engine.learn(request_id)
-                if engine.forward([request_id], generator.choice([None, 3])) and engine.sequences[request_id].computed == len(
-                        engine.sequences[request_id].tokens):
-                    engine.sample(request_id)
+                sequence = engine.sequences[request_id]
+                if engine.forward([request_id], generator.choice([None, 3])) and sequence.computed == sequence.num_tokens:
+                    if beams > 1 and generator.random() < 0.3:
+                        engine.reorder(request_id, [1, 1])
+                    with suppress(RequestError):  # a copy failed meanwhile: the engine has to ask first
+                        engine.sample(request_id)
         except CapacityError:
             pass  # pre-empted: somebody else has the room
         engine.remove(request_id, store=generator.random() < 0.9)
+        if lease is not None:
+            lease.release()
 
     return work
 
 
-def test_many_threads_share_a_cache(make_cache: MakeCache) -> None:
-    cache = make_cache(16, 6, 40, faults=Faults([
+@pytest.mark.parametrize("name", ["one group", "states and a window", "encoder", "side data"])
+def test_many_threads_share_a_cache(make_cache: MakeCache, name: str) -> None:
+    layout = SHARED[name]
+    cache = make_cache(20, 6, 40, layout=layout, max_beam_width=2, faults=Faults([
         FaultRule(FaultKind.FAILURE, READ, rate=0.01), FaultRule(FaultKind.BIT_FLIP, READ, rate=0.01),
-        FaultRule(FaultKind.DELAY, READ, rate=0.1, seconds=0.003), FaultRule(FaultKind.FAILURE, COPY, rate=0.02),
+        FaultRule(FaultKind.DELAY, READ, rate=0.1, seconds=0.003), FaultRule(FaultKind.FAILURE, COPY, rate=0.01),
         FaultRule(FaultKind.DELAY, COPY, rate=0.05, seconds=0.002)]))
-    crew, guard, engines = Crew(SECONDS), threading.Lock(), []
+    guard, engines = threading.Lock(), []
+    crew = Crew(SECONDS, lambda: sum(engine.checked for engine in engines) > 500 and sum(cache.stats().hit_tokens) > 0)
     for number in range(1, 4):
         crew.add(f"engine {number}", serve_at_random(cache, number, guard, engines))
     generator = random.Random(99)
@@ -65,20 +77,24 @@ def test_many_threads_share_a_cache(make_cache: MakeCache) -> None:
     def housekeeping() -> None:
         cache.refresh()
         cache.verify()
-        cache.stats()
+        stats = cache.stats()
+        assert stats.primary.free_blocks == sum(group.primary.free_blocks for group in stats.groups)
+        cache.iteration_stats()
         time.sleep(0.001)
 
     def look() -> None:
-        cache.match(tokens_of(generator.randrange(5), 12))
-        block_id = generator.randrange(62)
-        view = cache.block(block_id)
+        group = generator.randrange(len(layout.groups))
+        cache.match(engines[0].request(1, tokens_of(generator.randrange(5), 12)))
+        block_id = generator.randrange(66)
+        view = cache.block(block_id, group=group)
         if view.tokens and view.is_full:
-            with contextlib.suppress(TransferError):  # lost, or gone from NVMe meanwhile
-                cache.read_block(block_id)
-        with contextlib.suppress(RequestError, CapacityError):
-            generator.choice([cache.offload, cache.onboard])(block_id)
+            with suppress(TransferError):  # lost, or gone from NVMe meanwhile
+                cache.read_block(block_id, group=group)
+        with suppress(RequestError, CapacityError):
+            generator.choice([cache.offload, cache.onboard])(block_id, group=group)
         if generator.random() < 0.02:
             cache.truncate(tokens_of(generator.randrange(5), 12), 4)
+        cache.num_free_blocks(Level.PRIMARY, group=group)
         time.sleep(0.001)
 
     def flush() -> None:
@@ -94,9 +110,10 @@ def test_many_threads_share_a_cache(make_cache: MakeCache) -> None:
     cache.verify()
     stats = cache.stats()
     assert (stats.sequences, stats.leases) == (0, 0)
-    assert (stats.primary.free_blocks, stats.primary.busy_blocks) == (16, 0)
-    assert sum(engine.checked_tokens for engine in engines) > 500
+    assert [(group.primary.free_blocks, group.primary.busy_blocks) for group in stats.groups] == [(20, 0)] * len(layout.groups)
+    assert sum(engine.checked for engine in engines) > 500
     assert sum(stats.hit_tokens) > 0
+    assert len(crew.rounds) == 7
     assert all(rounds > 3 for rounds in crew.rounds.values()), crew.rounds
 
 
@@ -108,13 +125,13 @@ def test_one_thread_waits_for_what_another_admits(make_cache: MakeCache) -> None
     for prompt in prompts:
         engine.serve(Request(1, prompt))
     admitted: list[int] = []
-    crew = Crew(1.5)
+    crew = Crew(0.5, lambda: cache.stats().hit_tokens.secondary > 0)
     generator = random.Random(3)
 
     def admit() -> None:
         if len(engine.sequences) < 2:
             request_id = 100 + crew.rounds.get("admission", 0)
-            with contextlib.suppress(CapacityError):
+            with suppress(CapacityError):
                 cache_request = Request(request_id, generator.choice(prompts))
                 engine.admit(cache_request)
                 admitted.append(request_id)
@@ -166,7 +183,7 @@ async def test_many_tasks_wait_at_once(make_cache: MakeCache) -> None:
 
 
 def test_a_cache_closed_under_its_users_tells_them_so(make_cache: MakeCache) -> None:
-    cache = make_cache(16, 6, 40)
+    cache = make_cache(16, 6, 40, max_beam_width=2)
     crew, guard = Crew(10.0), threading.Lock()
     told: list[str] = []
     for number in range(1, 3):
@@ -179,7 +196,7 @@ def test_a_cache_closed_under_its_users_tells_them_so(make_cache: MakeCache) -> 
                 if "closed" not in str(error):
                     raise
                 told.append(str(error))
-                crew.end = 0.0
+                crew.stop()
         crew.add(f"engine {number}", until_closed)
 
     def close() -> None:

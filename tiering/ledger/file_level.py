@@ -253,7 +253,7 @@ class FileLevel(LevelTable):
     # -- tools -----------------------------------------------------------------------------------------------------------
 
     def begin_access(self, block: Block) -> None:
-        """A tool reads the slot: keep its handle out of the queues meanwhile."""
+        """A tool reads or writes the slot: keep its handle out of the queues meanwhile."""
         self.queues.claim(block)
         self._set_busy(block)
 

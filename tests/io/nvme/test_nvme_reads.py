@@ -150,7 +150,7 @@ def test_a_bit_flipped_on_the_way_is_never_served(nvme, operation: FaultOperatio
     with pytest.raises(CorruptBlock):
         nvme.read(store, 0, 0, items[0].key)
     assert all(nvme.reads_right(store, 0, item.slot, item.key) for item in items[1:])
-    assert faults.counts() == {f"{operation.value}.bit_flip": 1}
+    assert faults.counts() == {f"nvme.{operation.value}.bit_flip": 1}
 
 
 def test_a_slab_truncated_under_a_running_store_gives_errors_and_the_store_goes_on(nvme) -> None:

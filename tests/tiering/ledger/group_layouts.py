@@ -1,4 +1,4 @@
-"""Layouts, requests and retention for the property tests of several groups."""
+"""Layouts, requests and retention for the property tests of the ledger."""
 
 from __future__ import annotations
 
@@ -8,21 +8,31 @@ from hypothesis import strategies as st
 
 from kvtier.policies.retention import RetentionConfig, TokenRange
 from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupSpec
-from kvtier.tiering.ledger.request import Request
+from kvtier.tiering.ledger.request import MultimodalItem, Request
 
-PRIORITIES = (5, 30, 35, 80)
+PRIORITIES = (5, 29, 30, 31, 35, 80)
 ENCODERS = (None, b"\x01" * 32, b"\x02" * 32)
-LAYOUTS = ("full", "window", "window full", "window window", "filling", "bubble", "full recurrent", "recurrent", "window full recurrent",
-           "full cross", "window full cross")
+IMAGES = (b"\x01" * 32, b"\x02" * 32)
+NAMESPACES: tuple[dict[str, Any], ...] = (
+    *[{}] * 9, {"cache_salt": "tenant"}, {"lora_id": 1}, {"lora_id": 2, "lora_digest": b"\x07" * 32},
+)
+TIGHT = ((3, 1, 6), (4, 2, 4), (2, 1, 4), (3, 2, 6), (5, 3, 3), (4, 1, 2), (3, 2, 1), (2, 2, 5), (4, 4, 4), (6, 2, 6), (2, 1, 1), (8, 6, 6),
+         (4, 2, 0), (5, 1, 0), (3, 3, 0), (2, 0, 0), (6, 0, 0))
+LAYOUTS = ("tight", "full", "window", "window full", "window window", "filling", "bubble", "full recurrent", "recurrent",
+           "window full recurrent", "full cross", "window full cross")
 
-suffixes = st.lists(st.integers(0, 2), min_size=1, max_size=4)
+suffixes = st.lists(st.integers(0, 2), min_size=1, max_size=5)
 
 
 @st.composite
 def layouts(draw: st.DrawFn, name: str, tokens_per_block: int, lower: bool = True) -> list[GroupSpec]:
-    """Groups of one layout, with few blocks each. ``lower``: whether they may have other levels than the primary one."""
+    """Groups of one layout, with few blocks each; "tight" with hardly any. ``lower``: whether they may have other levels than the
+    primary one."""
     groups: list[GroupSpec] = []
     for kind in name.split():
+        if kind == "tight":
+            groups.append(GroupSpec(draw(st.sampled_from(TIGHT)), FULL))
+            continue
         primary = draw(st.integers(6, 14))
         secondary = draw(st.sampled_from((0, 2, 4))) if lower and kind != "cross" else 0
         sizes = (primary, secondary, draw(st.sampled_from((0, 2, 5))) if secondary else 0)
@@ -52,11 +62,18 @@ retentions = st.none() | st.none() | st.builds(
 
 
 @st.composite
-def prompts(draw: st.DrawFn, has_cross: bool) -> dict[str, Any]:
-    """What decides the content of a prompt's blocks: few token values, so that much is found again."""
-    keywords: dict[str, Any] = {"tokens": draw(suffixes) * draw(st.integers(1, 3))}
-    if draw(st.integers(0, 9)) == 9:
-        keywords["cache_salt"] = "tenant"
+def prompts(draw: st.DrawFn, has_cross: bool, with_extras: bool = False) -> dict[str, Any]:
+    """What decides the content of a prompt's blocks: few token values, so that much is found again, mostly in the plain namespace.
+    ``with_extras``: some have extra ids or an image, and cannot be cut and continued."""
+    tokens = draw(suffixes) * draw(st.integers(1, 3))
+    keywords: dict[str, Any] = {"tokens": tokens, **draw(st.sampled_from(NAMESPACES))}
+    kind = draw(st.integers(0, 14)) if with_extras else 0
+    if kind == 13:
+        width = draw(st.integers(2, 5))
+        keywords["extra_ids"] = [position // width for position in range(len(tokens))]
+    elif kind == 14 and len(tokens) > 2:
+        start = draw(st.integers(0, len(tokens) - 2))
+        keywords["multimodal"] = [MultimodalItem(draw(st.sampled_from(IMAGES)), [(start, draw(st.integers(1, len(tokens) - start)))])]
     if has_cross:
         keywords["encoder_length"] = draw(st.integers(1, 5))
         keywords["encoder_digest"] = draw(st.sampled_from(ENCODERS))

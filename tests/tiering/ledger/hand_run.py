@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from naive_model import Driver, snapshot
-from pretend_tier import PretendTier, never
+from pretend_tier import never
 
 from kvtier.errors import CapacityError, KVTierError
 from kvtier.policies.eviction import NOT_QUEUED
@@ -38,19 +38,6 @@ def at_priority(priority: int) -> RetentionConfig:
     return RetentionConfig([TokenRange(0, None, priority)], decode_priority=priority)
 
 
-class RecordingTier(PretendTier):
-    """Keeps everything the ledger ever decided."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__(ledger)
-        self.records: list[Move | Discard] = []
-
-    def fetch(self) -> list[Move | Discard]:
-        records = super().fetch()
-        self.records.extend(records)
-        return records
-
-
 class HandRun:
     """One ledger with its engine and its pretend tier."""
 
@@ -60,8 +47,7 @@ class HandRun:
         rules.setdefault("write_ahead_share", 1.0)
         self.ledger = Ledger([GroupSpec((primary, secondary, nvme))], TOKENS_PER_BLOCK, LedgerRules(**rules))
         self.driver = Driver(self.ledger)
-        self.tier = RecordingTier(self.ledger)
-        self.driver.tier = self.tier
+        self.tier = self.driver.tier
         self._noted = 0
         self._next_id = 1000
         self.ledger.adopt_store(warm, [(0, slot) for slot in quarantined])

@@ -1,4 +1,4 @@
-"""A tier that carries out one group's Moves on pretend bytes, in any order that the transfer manager might, with failures on request."""
+"""Tiers that carry out the ledger's Moves on pretend bytes, in any order that the transfer manager might, with failures on request."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Final
 from pretend_cells import GARBAGE, UNWRITTEN, Cell, tree_contents
 
 from kvtier.pools.pool_index import NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of, slot_of
+from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Discard, Move
+from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
 
 LEGAL_MOVES: Final = {(PRIMARY, PRIMARY), (PRIMARY, SECONDARY), (SECONDARY, PRIMARY), (SECONDARY, NVME), (NVME, PRIMARY),
                      (NVME, SECONDARY)}
@@ -28,8 +30,8 @@ def always(_move: Move) -> bool:
 
 
 class PretendTier:
-    """Slots with cells, and the transfer manager's order: a read waits for the slot's last write, a write for its last write
-    and its reads; what reads a slot whose last write failed fails too. Reports may come later, in any order.
+    """One group's slots with their cells, and the transfer manager's order: a read waits for the slot's last write, a write for its
+    last write and its reads; what reads a slot whose last write failed fails too. Reports may come later, in any order.
 
     Attributes:
         cells: by (level, slot).
@@ -38,9 +40,11 @@ class PretendTier:
         condemns: whether a failing read from NVMe shows that the slot is bad; otherwise only the way from there failed.
     """
 
-    def __init__(self, ledger: Ledger, group: int = 0) -> None:
-        self.ledger = ledger
+    def __init__(self, tiers: Tiers, group: int) -> None:
+        self.ledger = ledger = tiers.ledger
         self.group = group
+        self.fetch = tiers.fetch
+        self._all_records = tiers.records
         self.cells: dict[Place, list[Cell]] = {}
         self.rows: dict[int, bytes] = {}
         self.row_retention: dict[int, tuple[int, float]] = {}
@@ -51,20 +55,14 @@ class PretendTier:
         self.condemns: Decide = always
         self._good_sources: set[int] = set()
         self._failed_writes: dict[Place, Move] = {}
-        self._next_number = 0
         for level in range(NUM_LEVELS):
             for slot in range(ledger.allocators[group].num_blocks[level]):
                 self.cells[level, slot] = [UNWRITTEN] * ledger.tokens_per_block
 
-    def fetch(self) -> list[Move | Discard]:
-        """Take the ledger's new records over and check their form."""
-        records = self.ledger.moves.take()
-        for record in records:
-            assert record.number == self._next_number, "records are numbered without a gap"
-            self._next_number += 1
-            check_form(record)
-        self.waiting.extend(records)
-        return records
+    @property
+    def records(self) -> list[Move | Discard]:
+        """Everything the ledger ever decided for this group."""
+        return [record for record in self._all_records if record.group == self.group]
 
     def runnable(self) -> list[Move | Discard]:
         """Records that nothing waiting before them holds back."""
@@ -148,6 +146,10 @@ class PretendTier:
         found = {place(record.destination) for record in self.waiting if isinstance(record, Move)}
         return found | {place(end) for move, failed in self.ended if failed for end in (move.source, move.destination)}
 
+    def is_touching(self, slots: set[Place]) -> bool:
+        """Whether something still reads or writes these slots, or was to write them and has not been reported."""
+        return any(touches(record, slots) for record in self.waiting) or any(place(move.destination) in slots for move, _ in self.ended)
+
     def check_contents(self) -> None:
         """Every handle in the tree, and every backing, has the bytes that the tree says it has."""
         unsettled = self.being_written()
@@ -175,6 +177,60 @@ class PretendTier:
             if content is not None:
                 expected[slot_of(holder.index)] = self.ledger.allocators[self.group].chain_key(content)
         assert self.rows == expected
+
+
+class Tiers:
+    """The slots of all groups. Records of different groups have nothing to do with each other and may be carried out in any order.
+
+    Attributes:
+        records: everything the ledger ever decided.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.records: list[Move | Discard] = []
+        self.groups = [PretendTier(self, group) for group in range(len(ledger.groups))]
+
+    def fetch(self) -> None:
+        """Take the ledger's new records over and check their form."""
+        for record in self.ledger.moves.take():
+            assert record.number == len(self.records), "records are numbered without a gap"
+            check_form(record)
+            self.records.append(record)
+            self.groups[record.group].waiting.append(record)
+
+    @property
+    def num_carried_out(self) -> int:
+        return sum(len(tier.carried_out) for tier in self.groups)
+
+    def is_busy(self) -> bool:
+        return any(tier.waiting or tier.ended for tier in self.groups)
+
+    def settle(self, decide: Decide = never) -> None:
+        self.fetch()
+        while self.is_busy():
+            for tier in self.groups:
+                tier.settle(decide)
+
+    def settle_sequence(self, sequence: ActiveSequence, decide: Decide = never) -> None:
+        """All that touches the sequence's slots; a loss in one group may exchange its blocks in others."""
+        while True:
+            for row, tier in zip(sequence.rows, self.groups, strict=True):
+                tier.settle_slots(lambda row=row: places_of(row), decide)  # type: ignore[misc]
+            if not any(tier.is_touching(places_of(row)) for row, tier in zip(sequence.rows, self.groups, strict=True)):
+                return
+
+    def is_settled(self, sequence: ActiveSequence) -> bool:
+        return all(places_of(row).isdisjoint(tier.being_written()) for row, tier in zip(sequence.rows, self.groups, strict=True))
+
+
+def blocks_of(row: SequenceRow) -> list[Block]:
+    """The real blocks of all beams."""
+    return [block for beam in range(len(row.other_beams) + 1) for block in row.beam(beam) if block.id >= 0]
+
+
+def places_of(row: SequenceRow) -> set[Place]:
+    return {place(block.index) for block in blocks_of(row)}
 
 
 def check_form(record: Move | Discard) -> None:

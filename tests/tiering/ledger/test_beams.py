@@ -17,7 +17,7 @@ def beam_ids(run: GroupRun, sequence: ActiveSequence, group: int = 0) -> list[li
 # -- D1 ------------------------------------------------------------------------------------------------------------------
 
 
-def test_d1_an_unaligned_prompt_has_a_private_tail_for_each_beam() -> None:
+def test_case_D1_an_unaligned_prompt_has_a_private_tail_for_each_beam() -> None:
     run = GroupRun(full(24), tokens_per_block=64, enable_block_reuse=False)
     sequence = run.add(range(191), beam_width=8, id=0)
     assert run.free() == 14
@@ -30,7 +30,7 @@ def test_d1_an_unaligned_prompt_has_a_private_tail_for_each_beam() -> None:
     assert all(block.node is None and block.ref_count == 0 for block in run.ledger.allocators[0].blocks)
 
 
-def test_d1_an_aligned_prompt_is_shared_as_a_whole() -> None:
+def test_case_D1_an_aligned_prompt_is_shared_as_a_whole() -> None:
     run = GroupRun(full(24), tokens_per_block=64, enable_block_reuse=False)
     sequence = run.add(range(192), beam_width=8, id=0)
     assert run.free() == 21
@@ -38,7 +38,7 @@ def test_d1_an_aligned_prompt_is_shared_as_a_whole() -> None:
     run.finish()
 
 
-def test_d1_what_does_not_fit_and_an_id_in_use_are_refused() -> None:
+def test_case_D1_what_does_not_fit_and_an_id_in_use_are_refused() -> None:
     run = GroupRun(full(24), tokens_per_block=64, enable_block_reuse=False)
     for number in range(2):
         run.add(range(191), beam_width=8, id=number)

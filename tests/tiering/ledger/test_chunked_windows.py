@@ -253,7 +253,7 @@ def test_a_lone_prompt_gets_through_a_pool_that_holds_just_its_window_and_a_chun
     smaller.no_room(lambda: smaller.ledger.add_sequences([smaller.request(range(97))]))
 
 
-def test_j2_remaining_blocks_are_bounded_by_window_and_chunk() -> None:
+def test_case_J2_remaining_blocks_are_bounded_by_window_and_chunk() -> None:
     group = GroupSpec((40, 0, 0), WINDOW, window=128)
     request = Request(1, range(1024), max_new_tokens=128)
     assert capacity.remaining_blocks_to_completion(Ledger([group], 64, LedgerRules(chunk_size=16384)), request) == 18

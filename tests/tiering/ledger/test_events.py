@@ -46,7 +46,7 @@ def prefilled(cache: Driver, request_id: int, tokens: Any, **keywords: Any) -> N
 # -- the known answer ---------------------------------------------------------------------------------------------------------
 
 
-def test_h1_the_event_stream() -> None:
+def test_case_H1_the_event_stream() -> None:
     cache = driver(8, 2)
     assert data(cache) == [Created((8, 2))]
     assert data(cache) == []

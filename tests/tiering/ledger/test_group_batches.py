@@ -26,7 +26,7 @@ def at(run: GroupRun, request_id: int, position: int) -> list[int]:
     return [run.ids(run.ledger.sequence(request_id), group)[position] for group in range(GROUPS)]
 
 
-def test_f1_of_two_partial_matches_the_last_keeps_the_block_of_every_group() -> None:
+def test_case_F1_of_two_partial_matches_the_last_keeps_the_block_of_every_group() -> None:
     run = seeded(7)
     assert batch(run, [0, 1, 2, 3, 4, 10], [0, 1, 2, 3, 4, 20]) == [5, 5]
     assert at(run, 1, 1) == [1, 1]
@@ -38,7 +38,7 @@ def test_f1_of_two_partial_matches_the_last_keeps_the_block_of_every_group() -> 
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_f3_a_full_match_beats_a_partial_one_in_every_group(order: tuple[int, int]) -> None:
+def test_case_F3_a_full_match_beats_a_partial_one_in_every_group(order: tuple[int, int]) -> None:
     run = seeded(9)
     prompts = [[*range(7), 10], list(range(9))]
     assert batch(run, *[prompts[i] for i in order]) == [[7, 8][i] for i in order]
@@ -48,7 +48,7 @@ def test_f3_a_full_match_beats_a_partial_one_in_every_group(order: tuple[int, in
     run.finish()
 
 
-def test_f6_the_source_of_two_copies_is_free_after_the_second() -> None:
+def test_case_F6_the_source_of_two_copies_is_free_after_the_second() -> None:
     run = seeded(8)
     run.serve([0, 1, 2, 3, 10, 11, 12, 13])
     assert batch(run, [0, 1, 2, 50], [0, 1, 60, 70]) == [3, 2]

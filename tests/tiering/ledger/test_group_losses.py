@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from naive_groups import GroupsDriver
+from naive_model import Driver
 from pretend_tier import always
 
 from kvtier.tiering.ledger.group import FULL, RECURRENT, WINDOW, GroupSpec
@@ -11,17 +11,17 @@ from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.rules import LedgerRules
 
 
-def driver(*groups: GroupSpec, tokens_per_block: int = 2, reuse: bool = True) -> GroupsDriver:
-    return GroupsDriver(Ledger(groups, tokens_per_block, LedgerRules(policy="lru", enable_block_reuse=reuse)))
+def driver(*groups: GroupSpec, tokens_per_block: int = 2, reuse: bool = True) -> Driver:
+    return Driver(Ledger(groups, tokens_per_block, LedgerRules(policy="lru", enable_block_reuse=reuse)))
 
 
-def generate(cache: GroupsDriver, request_id: int, steps: int) -> None:
+def generate(cache: Driver, request_id: int, steps: int) -> None:
     width = cache.ledger.sequence(request_id).request.beam_width
     for step in range(steps):
         assert cache.append([request_id], [[step + beam for beam in range(width)]])
 
 
-def share_a_tail_and_lose_its_copy(cache: GroupsDriver, request_id: int) -> None:
+def share_a_tail_and_lose_its_copy(cache: Driver, request_id: int) -> None:
     """All beams continue the first one, and the copies that they then write into fail."""
     width = cache.ledger.sequence(request_id).request.beam_width
     assert cache.compute(request_id)

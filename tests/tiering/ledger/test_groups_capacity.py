@@ -6,7 +6,7 @@ import pytest
 from group_layouts import LAYOUTS, layouts, prompts
 from hypothesis import given
 from hypothesis import strategies as st
-from naive_groups import GroupsDriver
+from naive_model import Driver
 
 from kvtier.pools.pool_index import PRIMARY
 from kvtier.tiering.ledger import capacity
@@ -16,12 +16,12 @@ from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.rules import LedgerRules
 
 
-def remaining(cache: GroupsDriver, request_id: int) -> list[int]:
+def remaining(cache: Driver, request_id: int) -> list[int]:
     sequence = cache.ledger.sequence(request_id)
     return [capacity.remaining_blocks_to_completion(cache.ledger, sequence, group) for group in range(len(cache.ledger.groups))]
 
 
-def unreserved(cache: GroupsDriver) -> list[int]:
+def unreserved(cache: Driver) -> list[int]:
     """By group, free blocks beside what the admitted requests may still take."""
     left = cache.free_primary()
     for request_id in cache.lives:
@@ -29,12 +29,12 @@ def unreserved(cache: GroupsDriver) -> list[int]:
     return left
 
 
-def fits(cache: GroupsDriver, request: Request) -> bool:
+def fits(cache: Driver, request: Request) -> bool:
     return all(free >= capacity.remaining_blocks_to_completion(cache.ledger, request, group)
                for group, free in enumerate(unreserved(cache)))
 
 
-def is_complete(cache: GroupsDriver, request_id: int) -> bool:
+def is_complete(cache: Driver, request_id: int) -> bool:
     asked = cache.ledger.sequence(request_id).request
     return cache.ledger.sequence(request_id).num_tokens >= asked.num_tokens + asked.max_new_tokens
 
@@ -46,7 +46,7 @@ def test_who_is_admitted_while_enough_is_free_to_completion_completes(data: st.D
                                                                       in_parallel: bool, store: bool, chunk: int) -> None:
     groups = data.draw(layouts(layout, tokens_per_block))
     has_cross = any(group.kind == CROSS for group in groups)
-    cache = GroupsDriver(Ledger(groups, tokens_per_block, LedgerRules(enable_block_reuse=reuse > 0, policy="lru", chunk_size=chunk)))
+    cache = Driver(Ledger(groups, tokens_per_block, LedgerRules(enable_block_reuse=reuse > 0, policy="lru", chunk_size=chunk)))
     prompt: list[int] = []
     for number in range(data.draw(st.integers(1, 6))):
         keywords = data.draw(prompts(has_cross))
@@ -74,7 +74,7 @@ def test_who_is_admitted_while_enough_is_free_to_completion_completes(data: st.D
     cache.check_idle()
 
 
-def step(data: st.DataObject, cache: GroupsDriver, ids: list[int]) -> None:
+def step(data: st.DataObject, cache: Driver, ids: list[int]) -> None:
     tokens = []
     for request_id in ids:
         width = cache.ledger.sequence(request_id).request.beam_width

@@ -41,7 +41,7 @@ def full_key(**changes: Any) -> BlockKey:
     return BlockKey(**(fields | changes))
 
 
-def test_equal_keys_are_equal_and_hash_alike() -> None:
+def test_case_B1_equal_keys_are_equal_and_hash_alike() -> None:
     assert full_key() == full_key()
     assert hash(full_key()) == hash(full_key())
     assert full_key() != (1, 2)
@@ -52,11 +52,11 @@ def test_equal_keys_are_equal_and_hash_alike() -> None:
     {"extra_ids": (7, 9)}, {"extra_ids": None}, {"multimodal": ((OTHER_IMAGE, 0),)}, {"multimodal": ((IMAGE, 1),)}, {"multimodal": ()},
     {"encoder_digest": IMAGE},
 ])
-def test_each_field_alone_breaks_equality(change: dict[str, Any]) -> None:
+def test_case_B1_each_field_alone_breaks_equality(change: dict[str, Any]) -> None:
     assert full_key(**change) != full_key()
 
 
-def test_matching_tokens_are_counted_up_to_the_first_difference() -> None:
+def test_case_B2_matching_tokens_are_counted_up_to_the_first_difference() -> None:
     assert BlockKey((0, 0)).num_matching_tokens(BlockKey((0,))) == 1
     assert BlockKey((0, 1, 2)).num_matching_tokens(BlockKey((0, 1, 3))) == 2
     assert BlockKey((5,)).num_matching_tokens(BlockKey((0,))) == 0
@@ -65,17 +65,17 @@ def test_matching_tokens_are_counted_up_to_the_first_difference() -> None:
 
 @pytest.mark.parametrize("change", [{"lora_id": 1}, {"cache_salt": "b"}, {"extra_ids": None}, {"multimodal": ()},
                                     {"encoder_digest": IMAGE}])
-def test_no_token_matches_where_anything_but_the_tokens_differs(change: dict[str, Any]) -> None:
+def test_case_B2_no_token_matches_where_anything_but_the_tokens_differs(change: dict[str, Any]) -> None:
     assert full_key().num_matching_tokens(full_key(**change)) == 0
     assert full_key().num_matching_tokens(full_key()) == 2
 
 
-def test_a_shortened_key_keeps_everything_but_the_tokens() -> None:
+def test_case_B3_a_shortened_key_keeps_everything_but_the_tokens() -> None:
     key = BlockKey((1, 2, 3), lora_id=42, cache_salt="a", extra_ids=(4, 5, 6), encoder_digest=IMAGE).shorten(2)
     assert key == BlockKey((1, 2), lora_id=42, cache_salt="a", extra_ids=(4, 5), encoder_digest=IMAGE)
 
 
-def test_a_multimodal_key_cannot_be_shortened() -> None:
+def test_case_B3_a_multimodal_key_cannot_be_shortened() -> None:
     with pytest.raises(RequestError, match="multimodal"):
         full_key().shorten(1)
 
@@ -91,7 +91,7 @@ def test_extra_ids_come_one_for_each_token() -> None:
         BlockKey((1, 2), extra_ids=(1,))
 
 
-def test_the_64_bit_hash_is_equal_for_equal_keys_and_differs_with_token_adapter_or_parent() -> None:
+def test_case_B4_the_64_bit_hash_is_equal_for_equal_keys_and_differs_with_token_adapter_or_parent() -> None:
     key = BlockKey((1, 2, 3), lora_id=42)
     assert key.hash64() == BlockKey((1, 2, 3), lora_id=42).hash64()
     assert 0 <= key.hash64() < 1 << 64
@@ -101,7 +101,7 @@ def test_the_64_bit_hash_is_equal_for_equal_keys_and_differs_with_token_adapter_
     assert len({key.hash64(), *others}) == len(others) + 1
 
 
-def test_the_salt_counts_only_at_the_head_of_the_hash_chain() -> None:
+def test_case_B4_the_salt_counts_only_at_the_head_of_the_hash_chain() -> None:
     plain, salted = BlockKey((1, 2)), BlockKey((1, 2), cache_salt="a")
     assert plain.hash64() != salted.hash64()
     assert plain.hash64(parent=9) == salted.hash64(parent=9)
@@ -114,12 +114,12 @@ def test_negative_token_ids_have_a_hash() -> None:
 # -- multimodal ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_s_blocks_carry_the_offset_inside_the_item() -> None:
+def test_case_B5_a_run_s_blocks_carry_the_offset_inside_the_item() -> None:
     items = (MultimodalItem(IMAGE, [(1, 2)]),)
     assert [multimodal_keys(items, t, t + 1) for t in range(4)] == [[], [(IMAGE, 0)], [(IMAGE, 1)], []]
 
 
-def test_a_second_run_continues_the_item_s_own_count() -> None:
+def test_case_B5_a_second_run_continues_the_item_s_own_count() -> None:
     items = (MultimodalItem(IMAGE, [(1, 1), (3, 1)]),)
     assert [multimodal_keys(items, t, t + 1) for t in range(4)] == [[], [(IMAGE, 0)], [], [(IMAGE, 1)]]
 

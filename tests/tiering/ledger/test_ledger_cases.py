@@ -15,7 +15,7 @@ PROMPT = [100, 101, 102, 103, 104, 105, 0, 1, 2]
 # -- D: isolation, statistics, pins -----------------------------------------------------------------------------------------
 
 
-def test_d3_extra_ids_separate_blocks() -> None:
+def test_case_D3_extra_ids_separate_blocks() -> None:
     cache = driver(16)
     extra = [1, 1, 2, 2, 3, 3, 0, 0, 0]
     assert pos(cache, 0, PROMPT, extra_ids=extra) == 0
@@ -29,7 +29,7 @@ def test_d3_extra_ids_separate_blocks() -> None:
     release(cache, 2, 3)
 
 
-def test_d3_multimodal_content_separates_blocks() -> None:
+def test_case_D3_multimodal_content_separates_blocks() -> None:
     cache = driver(16)
     one, two, three = (bytes([n]) * 32 for n in (1, 2, 3))
     steps = [([MultimodalItem(one, [(2, 4)])], 0, [0, 1, 2]), ([MultimodalItem(one, [(2, 4)])], 8, [0, 1, 3]),
@@ -41,14 +41,14 @@ def test_d3_multimodal_content_separates_blocks() -> None:
         cache.release(request_id, 3, 4)
 
 
-def test_d3_adapters_separate_blocks() -> None:
+def test_case_D3_adapters_separate_blocks() -> None:
     cache = driver(16)
     for request_id, (lora, expected) in enumerate([(0, 0), (0, 8), (1, 0), (None, 0), (1, 8)]):
         assert pos(cache, request_id, PROMPT, lora_id=lora) == expected
         cache.release(request_id, 3, 4)
 
 
-def test_d3_adapter_and_extra_ids_combine() -> None:
+def test_case_D3_adapter_and_extra_ids_combine() -> None:
     cache = driver(16)
     for request_id, lora in ((0, 1), (1, 2)):
         assert pos(cache, request_id, PROMPT, lora_id=lora, extra_ids=[1, 1, 2, 2, 3, 3, 0, 0, 0]) == 0
@@ -58,7 +58,7 @@ def test_d3_adapter_and_extra_ids_combine() -> None:
     assert ids(cache, 2)[0] != ids(cache, 3)[0]
 
 
-def test_d3_salts_separate_blocks() -> None:
+def test_case_D3_salts_separate_blocks() -> None:
     cache = driver(16)
     steps = [(None, 0, [0, 1, 2]), ("tenant-A", 0, [3, 4, 5]), ("tenant-A", 8, [3, 4, 6]), ("tenant-B", 0, [6, 7, 8]), (None, 8, [0, 1, 9])]
     for request_id, (salt, expected, blocks) in enumerate(steps):
@@ -67,7 +67,7 @@ def test_d3_salts_separate_blocks() -> None:
         cache.release(request_id, 3, 4)
 
 
-def test_d4_statistics_of_a_request() -> None:
+def test_case_D4_statistics_of_a_request() -> None:
     cache = driver(16)
     for request_id, expected in enumerate([(3, 3, 0, 3), (1, 1, 2, 1)]):
         (sequence,) = cache.add(Request(request_id, range(9)))
@@ -77,7 +77,7 @@ def test_d4_statistics_of_a_request() -> None:
     assert (counters.alloc_total, counters.alloc_new, counters.reused_full, counters.reused_partial, counters.missed) == (4, 4, 2, 0, 4)
 
 
-def test_d6_pinned_blocks_are_not_free_until_released() -> None:
+def test_case_D6_pinned_blocks_are_not_free_until_released() -> None:
     cache = driver(4)
     pos(cache, 0, range(8))
     lease = cache.ledger.pin(0)
@@ -91,7 +91,7 @@ def test_d6_pinned_blocks_are_not_free_until_released() -> None:
     assert cache.ledger.leases == {}
 
 
-def test_d6_two_leases_of_one_block_are_two_references() -> None:
+def test_case_D6_two_leases_of_one_block_are_two_references() -> None:
     cache = driver(4)
     pos(cache, 0, range(8))
     first, second = cache.ledger.pin(0), cache.ledger.pin(0)
@@ -112,7 +112,7 @@ def test_a_lease_is_released_once() -> None:
     cache.check()
 
 
-def test_d8_a_block_has_the_priority_of_its_range_and_unknown_ids_are_errors() -> None:
+def test_case_D8_a_block_has_the_priority_of_its_range_and_unknown_ids_are_errors() -> None:
     cache = driver(4)
     pos(cache, 0, range(8), retention=keep((0, None, 80)))
     assert [cache.ledger.block(block_id).priority for block_id in ids(cache, 0)] == [80, 80]
@@ -124,7 +124,7 @@ def test_d8_a_block_has_the_priority_of_its_range_and_unknown_ids_are_errors() -
 # -- E: priorities ------------------------------------------------------------------------------------------------------------
 
 
-def test_e1_low_priorities_are_evicted_first() -> None:
+def test_case_E1_low_priorities_are_evicted_first() -> None:
     cache = driver(4)
     pos(cache, 0, range(8), retention=keep((0, 4, 90), (4, 8, 10)))
     pos(cache, 1, range(8, 16))
@@ -139,7 +139,7 @@ def test_e1_low_priorities_are_evicted_first() -> None:
     assert pos(cache, 5, range(16, 24)) == 0
 
 
-def test_e2_generated_blocks_have_the_decode_priority() -> None:
+def test_case_E2_generated_blocks_have_the_decode_priority() -> None:
     cache = driver(8)
     pos(cache, 0, range(12), retention=keep((0, None, 90), decode=90))
     assert free(cache) == 5
@@ -156,7 +156,7 @@ def test_e2_generated_blocks_have_the_decode_priority() -> None:
     assert pos(cache, 3, range(12)) == 11
 
 
-def test_e7_a_leaf_is_reused_in_place() -> None:
+def test_case_E7_a_leaf_is_reused_in_place() -> None:
     cache = driver(4)
     pos(cache, 0, [0, 1, 2, 3])
     store(cache, 0)
@@ -224,7 +224,7 @@ def test_a_generated_block_has_the_decode_duration() -> None:
 # -- F: two-phase batches -------------------------------------------------------------------------------------------------------
 
 
-def test_f1_of_two_partial_matches_the_last_keeps_the_block() -> None:
+def test_case_F1_of_two_partial_matches_the_last_keeps_the_block() -> None:
     cache = seeded(range(7))
     assert batch(cache, [0, 1, 2, 3, 4, 10], [0, 1, 2, 3, 4, 20]) == [5, 5]
     assert ids(cache, 1)[1] == 1
@@ -253,7 +253,7 @@ def test_a_block_that_a_later_request_takes_over_is_not_given_away_after_an_earl
     finish(cache)
 
 
-def test_f3_a_full_match_beats_a_partial_one() -> None:
+def test_case_F3_a_full_match_beats_a_partial_one() -> None:
     cache = seeded(range(9))
     assert batch(cache, [*range(7), 10], range(9)) == [7, 8]
     assert ids(cache, 1)[:2] == [0, 1]
@@ -269,7 +269,7 @@ def test_a_full_match_beats_a_later_partial_one_too() -> None:
     finish(cache)
 
 
-def test_f6_two_copies_of_one_inner_block() -> None:
+def test_case_F6_two_copies_of_one_inner_block() -> None:
     cache = seeded(range(8), [0, 1, 2, 3, 10, 11, 12, 13])
     assert batch(cache, [0, 1, 2, 50], [0, 1, 60, 70]) == [3, 2]
     assert [len(ids(cache, request_id)) for request_id in (0, 1)] == [1, 1]
@@ -341,7 +341,7 @@ def test_skip_read_matches_nothing_and_skip_write_stores_nothing() -> None:
     cache = seeded(range(9))
     assert pos(cache, 0, range(9), skip_read=True) == 0
     cache.ledger.remove_sequence(0, False)
-    del cache.running[0]
+    del cache.lives[0]
     nodes = cache.ledger.tree.num_nodes()
     assert pos(cache, 1, range(50, 59), skip_write=True) == 0
     cache.ledger.mark_computed(1, 9)

@@ -14,7 +14,7 @@ from kvtier.tiering.ledger.moves import Move
 
 
 @pytest.mark.parametrize(("priority", "goes_down"), [(50, True), (49, False)])
-def test_the_step_to_secondary_is_earned_exactly_at_the_threshold(priority: int, goes_down: bool) -> None:
+def test_case_A4_the_step_to_secondary_is_earned_exactly_at_the_threshold(priority: int, goes_down: bool) -> None:
     run = HandRun(3, 3, secondary_offload_min_priority=50)
     [block] = run.serve("a", priority=priority)
     key = run.key(block)

@@ -77,7 +77,7 @@ def grove() -> Grove:
     return Grove()
 
 
-def test_a_tree_that_loses_its_last_block_has_no_node_left(grove: Grove) -> None:
+def test_case_C1_a_tree_that_loses_its_last_block_has_no_node_left(grove: Grove) -> None:
     (block,) = grove.insert([1, 2])
     assert block.has_content
     grove.tree.detach(block, 0)
@@ -87,7 +87,7 @@ def test_a_tree_that_loses_its_last_block_has_no_node_left(grove: Grove) -> None
     assert grove.tree.roots == {}
 
 
-def test_a_block_knows_the_chain_key_of_the_one_before_it(grove: Grove) -> None:
+def test_case_C2_a_block_knows_the_chain_key_of_the_one_before_it(grove: Grove) -> None:
     first, second = grove.insert([1, 2, 3, 4])
     assert first.node is not None
     assert second.node is not None
@@ -95,7 +95,7 @@ def test_a_block_knows_the_chain_key_of_the_one_before_it(grove: Grove) -> None:
     assert second.node.parent_chain_key(second.position) == first.node.chain_key(first.position)
 
 
-def test_nodes_go_from_the_tail_to_the_head(grove: Grove) -> None:
+def test_case_C2_nodes_go_from_the_tail_to_the_head(grove: Grove) -> None:
     first, second = grove.insert([1, 2, 3, 4])
     assert grove.tree.num_nodes() == 2
     grove.tree.detach(second, 0)
@@ -122,7 +122,7 @@ def test_when_the_last_block_goes_the_holes_before_it_go_too(grove: Grove) -> No
     assert grove.tree.num_nodes() == 0
 
 
-def test_two_groups_on_one_node_do_not_see_each_other_and_each_keeps_the_node() -> None:
+def test_case_C4_two_groups_on_one_node_do_not_see_each_other_and_each_keeps_the_node() -> None:
     grove = Grove(num_groups=3)
     (left,) = grove.insert([1, 2], group=0)
     (right,) = grove.insert([1, 2], group=1)
@@ -137,7 +137,7 @@ def test_two_groups_on_one_node_do_not_see_each_other_and_each_keeps_the_node() 
     assert grove.tree.num_nodes() == 0
 
 
-def test_a_handle_attached_elsewhere_leaves_its_old_place_and_the_old_node_is_pruned(grove: Grove) -> None:
+def test_case_C5_a_handle_attached_elsewhere_leaves_its_old_place_and_the_old_node_is_pruned(grove: Grove) -> None:
     (block,) = grove.insert([1, 2])
     keys, namespace = grove.keys([5, 6])
     root = grove.tree.root(namespace)
@@ -148,7 +148,7 @@ def test_a_handle_attached_elsewhere_leaves_its_old_place_and_the_old_node_is_pr
     assert grove.tree.num_nodes() == 1
 
 
-def test_the_first_handle_at_a_place_stays(grove: Grove) -> None:
+def test_case_C6_the_first_handle_at_a_place_stays(grove: Grove) -> None:
     (block,) = grove.insert([1, 2])
     assert grove.insert([1, 2]) == []
     assert grove.find([1, 2]) == [block]
@@ -165,7 +165,7 @@ def test_attaching_to_an_occupied_place_or_detaching_twice_is_a_bug_that_is_noti
         grove.tree.detach(block, 0)
 
 
-def test_a_block_is_a_leaf_until_something_is_stored_behind_it(grove: Grove) -> None:
+def test_case_C9_a_block_is_a_leaf_until_something_is_stored_behind_it(grove: Grove) -> None:
     (first,) = grove.insert([1, 2])
     assert first.node is not None
     assert first.node.is_leaf(first.position)

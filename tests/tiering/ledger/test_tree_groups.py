@@ -30,7 +30,7 @@ def attach(tree: ReuseTree, place: tuple[Node, int], group: int, handle: Block) 
     tree.attach(place[0], place[1], group, handle, TOKENS_PER_BLOCK)
 
 
-def test_c5_attached_elsewhere_a_handle_leaves_its_place_to_the_other_group() -> None:
+def test_case_C5_attached_elsewhere_a_handle_leaves_its_place_to_the_other_group() -> None:
     tree = ReuseTree(2, TOKENS_PER_BLOCK)
     left, right = block(0), block(1)
     [old] = places(tree, [1, 2])
@@ -46,7 +46,7 @@ def test_c5_attached_elsewhere_a_handle_leaves_its_place_to_the_other_group() ->
     assert tree.num_nodes() == 2, "the old place had nothing left and is gone"
 
 
-def test_c6_the_first_handle_stays_in_each_group() -> None:
+def test_case_C6_the_first_handle_stays_in_each_group() -> None:
     tree = ReuseTree(2, TOKENS_PER_BLOCK)
     [place] = places(tree, [1, 2])
     attach(tree, place, 1, block(0))
@@ -54,7 +54,7 @@ def test_c6_the_first_handle_stays_in_each_group() -> None:
     assert [values[place[1]] is None for values in place[0].values] == [True, False]
 
 
-def test_c9_a_block_is_a_leaf_until_any_group_stores_something_behind_it() -> None:
+def test_case_C9_a_block_is_a_leaf_until_any_group_stores_something_behind_it() -> None:
     tree = ReuseTree(2, TOKENS_PER_BLOCK)
     [head] = places(tree, [1, 2])
     attach(tree, head, 0, block(0))

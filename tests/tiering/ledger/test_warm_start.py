@@ -37,7 +37,7 @@ def expect_on_nvme(run: HandRun, letters: str, **keywords: object) -> None:
     request = run.request(letters, **keywords)
     other = HandRun(len(letters) + 1)
     other.driver.add(request)
-    cells = other.driver.running[request.id].cells()
+    cells = other.driver.lives[request.id].beams[0]
     run.driver.ever_stored.update(cells[:-1])
     for slot in range(len(letters)):
         run.tier.cells[NVME, slot] = cells[slot * 4:slot * 4 + 4]

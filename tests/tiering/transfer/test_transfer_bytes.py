@@ -86,7 +86,7 @@ def floats(place: Place, slot: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("threads", [1, 4, 8])
-def test_case_g6_every_float_survives_the_way_down_and_up_with_many_threads(make_place: Any, threads: int) -> None:
+def test_case_G6_every_float_survives_the_way_down_and_up_with_many_threads(make_place: Any, threads: int) -> None:
     place = make_place(read_threads=threads)
     for slot in range(SLOTS):
         floats(place, slot)[:] = pattern(slot)

@@ -25,7 +25,7 @@ def our_threads() -> list[str]:
 def test_close_ends_all_threads_and_may_be_called_again(make_rig: Make) -> None:
     before = len(our_threads())
     rig = make_rig(read_threads=3)
-    assert len(our_threads()) == before + 6  # two streams, three readers, one writer
+    assert len(our_threads()) == before + 7  # two streams, three readers, one writer, one that looks after them
     assert rig.transfers.close(10.0)
     assert len(our_threads()) == before
     assert rig.transfers.close(0.0)

@@ -20,7 +20,7 @@ SLOW = Faults([FaultRule(FaultKind.DELAY, FaultOperation.COPY, seconds=0.02)])
 Make = Callable[..., Any]
 
 
-def test_case_g1_offload_then_onboard_then_offload_gives_zeros(make_rig: Make) -> None:
+def test_case_G1_offload_then_onboard_then_offload_gives_zeros(make_rig: Make) -> None:
     rig = make_rig(faults=SLOW)
     rig.fill(P[0], 0)
     rig.fill(S[0], 1)

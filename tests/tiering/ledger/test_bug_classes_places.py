@@ -1,12 +1,12 @@
-"""Bugs that this kind of code has had elsewhere, each as the rule that would have prevented it.
+"""Bugs of this kind of code, each as the rule that would have prevented it: where a block is, and who may take it.
 
-The numbers name issues and pull requests of TensorRT-LLM in which the symptom was seen.
+The numbers name issues and pull requests of TensorRT-LLM in which the symptom was seen; ``tests/test_proofs.py`` lists them all.
 """
 
 from __future__ import annotations
 
 import pytest
-from hand_run import LAST, HandRun, ends, level, on_secondary, place, words
+from hand_run import HandRun, ends, level, on_secondary, place, words
 from naive_model import snapshot
 
 from kvtier.errors import RequestError
@@ -14,7 +14,6 @@ from kvtier.policies.eviction import LISTS_PER_LEVEL
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger import capacity
 from kvtier.tiering.ledger.moves import Move
-from kvtier.tiering.ledger.truncating import truncate
 
 
 def churn(run: HandRun, letters: str = "abcdefgh") -> None:
@@ -25,10 +24,11 @@ def churn(run: HandRun, letters: str = "abcdefgh") -> None:
         run.settle()
 
 
-# -- 11879, 12834 (12297): the free count exceeded the maximum; a claim after the swap unlinked from the wrong level's list --------
+# -- the free count exceeded the maximum; a claim after the swap unlinked from the wrong level's list ------------------
 
 
 def test_free_counts_never_exceed_the_blocks_of_a_level_however_often_blocks_change_levels() -> None:
+    """Bugs 11879, 12834, 12297."""
     run = HandRun(3, 2, 4)
     for letter in "abcdab" * 3:
         run.serve(letter)
@@ -40,6 +40,7 @@ def test_free_counts_never_exceed_the_blocks_of_a_level_however_often_blocks_cha
 
 
 def test_a_block_is_unlinked_from_the_queue_it_was_put_into() -> None:
+    """Bugs 11879, 12834, 12297."""
     run = HandRun(4, 2)
     [block] = run.serve("a")
     assert block.queue == PRIMARY * LISTS_PER_LEVEL + 35
@@ -56,10 +57,11 @@ def test_a_block_is_unlinked_from_the_queue_it_was_put_into() -> None:
     run.finish()
 
 
-# -- 8813, 8274, 9056, 15272: another prompt's tokens; pending transfers kept by block id or by a bare slot number -----------------
+# -- another prompt's tokens; pending transfers kept by block id or by a bare slot number ------------------------------
 
 
 def test_a_move_names_slots_with_their_level_and_their_write_generation_never_block_ids_alone() -> None:
+    """Bugs 8813, 8274, 9056, 15272."""
     run = HandRun(3, 2)
     churn(run, "abcd")
     block_of_slot_differs = False
@@ -75,6 +77,7 @@ def test_a_move_names_slots_with_their_level_and_their_write_generation_never_bl
 
 
 def test_the_same_slot_number_on_two_levels_is_two_slots() -> None:
+    """Bugs 8813, 8274, 9056, 15272."""
     run = HandRun(3, 3)
     blocks = on_secondary(run, "ab")
     sequence = run.add("ab")
@@ -87,6 +90,7 @@ def test_the_same_slot_number_on_two_levels_is_two_slots() -> None:
 
 @pytest.mark.parametrize("latest_first", [True, False])
 def test_no_order_of_independent_transfers_shows_a_prompt_another_ones_tokens(latest_first: bool) -> None:
+    """Bugs 8813, 8274, 9056, 15272."""
     run = HandRun(4, 2, 4)
     for letters in ("ab", "cd", "ab", "ce", "abf", "cd"):
         sequence = run.add(letters)
@@ -102,10 +106,11 @@ def test_no_order_of_independent_transfers_shows_a_prompt_another_ones_tokens(la
     run.finish()
 
 
-# -- 13124: illegal memory access after an offload; a block id was used as a slot ---------------------------------------------------
+# -- illegal memory access after an offload; a block id was used as a slot ---------------------------------------------
 
 
 def test_a_block_id_is_not_a_slot() -> None:
+    """Bug 13124."""
     run = HandRun(3, 3)
     [block] = run.serve("a")
     block_id = block.id
@@ -120,10 +125,11 @@ def test_a_block_id_is_not_a_slot() -> None:
     run.finish()
 
 
-# -- 12560, 12667: hang and ghost free entry; a pin added a reference without taking the block out of its queue --------------------
+# -- hang and ghost free entry; a pin added a reference without taking the block out of its queue ----------------------
 
 
 def test_a_pinned_block_is_in_no_queue_and_cannot_be_taken() -> None:
+    """Bugs 12560, 12667."""
     run = HandRun(4)
     sequence = run.add("a")
     assert run.compute(sequence)
@@ -143,6 +149,7 @@ def test_a_pinned_block_is_in_no_queue_and_cannot_be_taken() -> None:
 
 
 def test_several_pins_of_one_sequence_each_hold_its_blocks_to_their_own_end() -> None:
+    """Bugs 12560, 12667."""
     run = HandRun(4)
     sequence = run.add("a")
     leases = [run.ledger.pin(sequence.id), run.ledger.pin(sequence.id)]
@@ -157,163 +164,12 @@ def test_several_pins_of_one_sequence_each_hold_its_blocks_to_their_own_end() ->
     run.finish()
 
 
-# -- 12878, 12892, 13029: over-allocation; bringing one match up evicted another ----------------------------------------------------
-
-
-def test_bringing_one_match_up_never_evicts_another_of_the_same_batch() -> None:
-    run = HandRun(7, 4)
-    high = run.serve("ab")
-    low = run.serve("cd")
-    for block in low:
-        run.offload(block)
-    run.settle()
-    run.serve("e")
-    first, second = run.add_all(run.request("cd"), run.request("ab"))
-    assert first.blocks[:2] == low
-    assert second.blocks[:2] == high
-    assert (first.prepopulated, second.prepopulated) == (8, 8)
-    assert run.compute(first)
-    assert run.compute(second)
-    run.finish()
-
-
-def test_the_source_of_a_copy_is_not_evicted_by_the_batch_that_copies_it() -> None:
-    run = HandRun(6)
-    [_first, second] = run.serve("ab")
-    prompts = [[*words("a"), *words("b")[:2], tail, tail] for tail in (5, 6)]
-    first, last = run.add_all(*[run.request(tokens) for tokens in prompts])
-    assert (first.prepopulated, last.prepopulated) == (6, 6)
-    assert second in last.blocks, "the last one takes it over, the other copies it"
-    assert second not in first.blocks
-    assert run.compute(first)
-    assert run.compute(last)
-    run.finish()
-
-
-# -- 15065, 11731: the scheduler counted reusable blocks twice -----------------------------------------------------------------------
-
-
-def test_what_a_request_was_said_to_need_is_what_it_takes() -> None:
-    run = HandRun(12)
-    run.serve("abc")
-    for letters in ("abcd", "abcd", "abce", "ab", "z"):
-        request = run.request(letters)
-        needed = capacity.needed_blocks_one_step(run.ledger, request, False)
-        if needed > run.free():
-            break
-        free = run.free()
-        run.add_all(request)
-        assert free - run.free() == needed
-    assert len(run.ledger.sequences) >= 3
-    run.finish()
-
-
-def test_two_requests_that_share_an_unreferenced_block_are_not_both_credited_with_it() -> None:
-    run = HandRun(4)
-    run.serve("ab")
-    requests = [run.request("ab"), run.request("ab")]
-    assert [capacity.needed_blocks_one_step(run.ledger, request, False) for request in requests] == [3, 3]
-    run.add_all(requests[0])
-    assert capacity.needed_blocks_one_step(run.ledger, requests[1], False) == 1
-    run.add_all(requests[1])
-    assert run.free() == 0
-    run.finish()
-
-
-# -- 12933, 15018: orphaned blocks; a prompt was stored behind a predecessor that had been evicted ----------------------------------
-
-
-def test_storing_behind_a_forgotten_predecessor_puts_the_sequences_own_block_there() -> None:
-    run = HandRun(8)
-    old = run.serve("a")[0]
-    sequence = run.add("ab")
-    assert sequence.blocks[0] is old
-    truncate(run.ledger, run.request("a"), 0)
-    run.note()
-    assert old.node is None
-    assert run.compute(sequence)
-    run.driver.store_context(sequence.id)
-    run.note()
-    assert old.node is not None
-    run.remove(sequence)
-    assert run.add("ab").prepopulated == 8
-    run.finish()
-
-
-def test_a_hole_in_a_stored_prompt_is_refilled_and_what_lies_behind_is_found_again() -> None:
-    run = HandRun(8)
-    blocks = run.serve("abc")
-    run.ledger.allocators[0].forget(blocks[0])
-    run.note()
-    assert capacity.match(run.ledger, run.request("abc")).reusable_blocks == 0
-    sequence = run.add("abc")
-    assert sequence.prepopulated == 0
-    assert run.compute(sequence)
-    run.remove(sequence)
-    assert blocks[1].node is not None
-    assert blocks[2].node is not None, "an occupied place keeps its handle"
-    assert capacity.match(run.ledger, run.request("abcd")).reusable_blocks == 3
-    run.finish()
-
-
-# -- 12673, 12786, 12818: wrong output with chunked prefill; blocks were stored whose tokens had not been computed ------------------
-
-
-def test_only_computed_tokens_are_stored_and_never_the_newest() -> None:
-    run = HandRun(10)
-    sequence = run.add("abc")  # 13 tokens
-    for computed, stored in ((3, 0), (4, 1), (7, 1), (8, 2), (12, 3), (13, 3)):
-        assert run.compute(sequence, computed)
-        run.driver.store_context(sequence.id)
-        run.note()
-        assert capacity.match(run.ledger, run.request("abcd")).reusable_blocks == stored
-    run.finish()
-
-
-def test_a_prompt_that_ends_at_a_block_boundary_stores_its_last_block_only_after_the_next_token() -> None:
-    run = HandRun(6)
-    sequence = run.add([*words("ab")])
-    assert run.compute(sequence)
-    run.driver.store_context(sequence.id)
-    run.note()
-    assert capacity.match(run.ledger, run.request("ab")).reusable_blocks == 1
-    run.append(sequence, 9)
-    run.driver.store_context(sequence.id)
-    run.note()
-    assert capacity.match(run.ledger, run.request("ab")).reusable_blocks == 2
-    run.finish()
-
-
-def test_a_sequence_that_ends_in_the_middle_of_its_prefill_stores_what_was_computed() -> None:
-    run = HandRun(6)
-    sequence = run.add("abc")
-    assert run.compute(sequence, 6)
-    run.remove(sequence)
-    again = run.add("abc")
-    assert again.prepopulated == 6
-    assert run.compute(again)
-    run.finish()
-
-
-def test_rejected_drafts_are_never_stored() -> None:
-    run = HandRun(6)
-    sequence = run.add("a", max_new_tokens=8)
-    assert run.compute(sequence)
-    run.append(sequence, 1, 2, 3, 4)
-    run.driver.rewind(sequence.id, 3)
-    run.note()
-    assert sequence.computed <= sequence.num_tokens == 6
-    run.append(sequence, 8, 8)
-    run.remove(sequence)
-    assert run.add([*words("a"), LAST, 1, 2, 3, 4]).prepopulated == 6
-    run.finish()
-
-
-# -- 11685: something reusable was evicted although there were empty blocks ---------------------------------------------------------
+# -- something reusable was evicted although there were empty blocks ---------------------------------------------------
 
 
 @pytest.mark.parametrize("priority", [0, 35, 100])
 def test_empty_blocks_are_taken_before_any_content_whatever_its_priority(priority: int) -> None:
+    """Bug 11685."""
     run = HandRun(8)
     kept = run.serve("ab", priority=priority)
     run.serve([1])                     # stores nothing: its only token is the newest
@@ -327,6 +183,7 @@ def test_empty_blocks_are_taken_before_any_content_whatever_its_priority(priorit
 
 
 def test_a_sequences_own_duplicate_of_a_stored_block_is_given_back_empty() -> None:
+    """Bug 11685."""
     run = HandRun(8)
     first, second = run.add_all(run.request("a"), run.request("a"))
     for sequence in (first, second):
@@ -340,11 +197,12 @@ def test_a_sequences_own_duplicate_of_a_stored_block_is_given_back_empty() -> No
     run.finish()
 
 
-# -- 4596, 3735, 699, 2708: assertions about leaves; a primary block had children on the secondary level ----------------------------
+# -- assertions about leaves; a primary block had children on the secondary level --------------------------------------
 
 
 @pytest.mark.parametrize("lowered", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)])
 def test_a_block_may_be_on_another_level_than_the_blocks_before_and_behind_it(lowered: tuple[int, ...]) -> None:
+    """Bugs 4596, 3735, 699, 2708."""
     run = HandRun(6, 3)
     blocks = run.serve("abc")
     for position in lowered:
@@ -361,6 +219,7 @@ def test_a_block_may_be_on_another_level_than_the_blocks_before_and_behind_it(lo
 
 
 def test_dropping_a_block_leaves_the_blocks_behind_it_stored() -> None:
+    """Bugs 4596, 3735, 699, 2708."""
     run = HandRun(8, 2)
     blocks = run.serve("abc")
     run.offload(blocks[2])
@@ -375,10 +234,34 @@ def test_dropping_a_block_leaves_the_blocks_behind_it_stored() -> None:
     run.finish()
 
 
-# -- 1687: the list of free primary blocks had no primary block in it ---------------------------------------------------------------
+def test_a_stored_block_that_nobody_references_is_taken_out_of_its_queue_when_it_is_pinned() -> None:
+    """Bugs 12560, 12667: two sequences have computed the same; what is pinned is what the first one stored and let go."""
+    run = HandRun(6)
+    first, second = run.add_all(run.request("a"), run.request("a"))
+    for sequence in (first, second):
+        assert run.compute(sequence)
+    stored = first.blocks[0]
+    run.remove(first)
+    assert stored in run.queued(PRIMARY)
+    lease = run.ledger.store_and_pin(second.id)
+    run.note()
+    assert lease.rows[0][0] is stored
+    assert stored not in run.queued(PRIMARY)
+    run.remove(second, store=False)
+    taken = run.add([1] * 16)
+    assert stored not in taken.blocks
+    run.remove(taken)
+    run.ledger.release_lease(lease)
+    run.note()
+    assert run.free() == 6
+    run.finish()
+
+
+# -- the list of free primary blocks had no primary block in it --------------------------------------------------------
 
 
 def test_every_queue_of_a_level_holds_handles_of_that_level_only() -> None:
+    """Bug 1687."""
     run = HandRun(3, 2, 3)
     for letters in ("ab", "cd", "ab", "e", "cd", "ab"):
         run.serve(letters)
@@ -390,59 +273,11 @@ def test_every_queue_of_a_level_holds_handles_of_that_level_only() -> None:
     run.finish()
 
 
-# -- 13320: a block was missing at a decode boundary --------------------------------------------------------------------------------
-
-
-def test_the_token_that_begins_a_block_finds_its_block_allocated() -> None:
-    run = HandRun(8)
-    sequence = run.add([1, 2, 3], max_new_tokens=12)
-    assert run.compute(sequence)
-    for token in range(12):
-        run.append(sequence, token)
-        assert len(sequence.blocks) == -(-sequence.num_tokens // 4)
-        assert len(set(sequence.blocks)) == len(sequence.blocks)
-    run.finish()
-
-
-def test_a_block_given_back_by_a_rewind_at_a_boundary_is_allocated_again() -> None:
-    run = HandRun(3)
-    sequence = run.add([1, 2, 3, 4], max_new_tokens=8)
-    assert run.compute(sequence)
-    run.append(sequence, 5)
-    assert (len(sequence.blocks), run.free()) == (2, 1)
-    run.driver.rewind(sequence.id, 1)
-    run.note()
-    assert (len(sequence.blocks), run.free()) == (1, 2)
-    run.append(sequence, 6)
-    assert (len(sequence.blocks), run.free()) == (2, 1)
-    run.finish()
-
-
-# -- 11173: releasing a subtree -------------------------------------------------------------------------------------------------------
-
-
-def test_forgetting_a_subtree_takes_each_of_its_blocks_once_on_whatever_level_and_no_held_one_out_of_use() -> None:
-    run = HandRun(12, 4, 4)
-    trunk = run.serve("ab")
-    branches = [run.serve(letters) for letters in ("abc", "abd", "abde")]
-    run.offload(branches[0][2])
-    run.settle()
-    held = run.add("abde")
-    assert run.compute(held)
-    stored = {block.id for blocks in branches for block in blocks if block.node is not None}
-    assert truncate(run.ledger, run.request("abx"), 4) == len(stored) - 1
-    run.note()
-    assert trunk[0].node is not None
-    assert all(block.node is None for blocks in branches for block in blocks[1:])
-    assert all(block.ref_count == 1 for block in held.blocks)
-    run.settle()
-    run.finish()
-
-
-# -- 15931: suspending sequences again and again exhausted the host level ------------------------------------------------------------
+# -- suspending sequences again and again exhausted the host level -----------------------------------------------------
 
 
 def test_pre_empting_and_resuming_without_end_leaves_nothing_behind() -> None:
+    """Bug 15931."""
     run = HandRun(4, 2, 3)
     for _round in range(12):
         for letters in ("ab", "cd"):
@@ -458,10 +293,11 @@ def test_pre_empting_and_resuming_without_end_leaves_nothing_behind() -> None:
     run.finish()
 
 
-# -- 3130: how does one force the use of the host level? ----------------------------------------------------------------------------
+# -- how does one force the use of the host level? ---------------------------------------------------------------------
 
 
 def test_a_cached_block_can_be_sent_down_and_brought_up_by_hand() -> None:
+    """Bug 3130."""
     run = HandRun(4, 1)
     [block] = run.serve("a")
     run.offload(block)
@@ -476,7 +312,7 @@ def test_a_cached_block_can_be_sent_down_and_brought_up_by_hand() -> None:
     run.finish()
 
 
-# -- and what several of them had in common --------------------------------------------------------------------------------------------
+# -- and what several of them had in common ----------------------------------------------------------------------------
 
 
 def test_records_are_numbered_without_a_gap_in_the_order_of_decision() -> None:

@@ -1,0 +1,116 @@
+"""``Scrubber``: reads every block of a store within a bandwidth budget and quarantines what fails (design: NVMe rules).
+
+It goes on where it was: the place is kept in the store's directory, so that a pass over a large store may take many runs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvtier.io.direct_file import aligned_buffer
+from kvtier.io.manifest_rows import Place
+from kvtier.io.nvme_store import NvmeStore
+from kvtier.io.store_directory import write_atomically
+
+POSITION_NAME: Final = "scrub.json"
+
+_SAVE_SECONDS: Final = 10.0
+_LONGEST_SLEEP: Final = 0.2  # so that a stop is obeyed soon
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Scrubbed:
+    """What one run did.
+
+    Attributes:
+        verified, num_bytes: blocks read and their bytes.
+        bad: slots quarantined, with why.
+        next_place: where the next run goes on; ``None`` when the pass came to its end.
+    """
+
+    verified: int
+    num_bytes: int
+    bad: tuple[tuple[Place, str], ...]
+    next_place: Place | None
+
+
+def saved_place(directory: Path) -> Place:
+    """Where the next run begins: behind the last block that was verified; (0, 0) for a new pass."""
+    try:
+        group, slot = json.loads((directory / POSITION_NAME).read_text(encoding="utf-8"))["next"]
+        return int(group), int(slot)
+    except (OSError, ValueError, TypeError, KeyError):  # none, or not ours: verifying blocks once more does no harm
+        return 0, 0
+
+
+class Scrubber:
+    """One store's scrubbing.
+
+    Args:
+        store: open; calls of others may go on meanwhile, but nobody may write into a slot that is being verified.
+        bytes_per_second: budget, measured over the run; ``None`` for none.
+        clock: seconds.
+        sleep: waits for some seconds.
+    """
+
+    def __init__(self, store: NvmeStore, bytes_per_second: float | None, *, clock: Callable[[], float] = time.monotonic,
+                 sleep: Callable[[float], None] = time.sleep) -> None:
+        self._store = store
+        self._budget = bytes_per_second
+        self._clock = clock
+        self._sleep = sleep
+
+    def run(self, should_stop: Callable[[], bool] = lambda: False) -> Scrubbed:
+        """Verify the blocks from where the last run stopped to the end of the store, or until ``should_stop``.
+
+        Raises:
+            TransferError: the store was closed.
+            OSError: the place could not be written down.
+        """
+        blocks = sorted((block.group, block.slot, block.key) for block in self._store.stored_blocks())
+        geometries = self._store.geometries
+        out = aligned_buffer(max((geometry.payload_bytes for geometry in geometries), default=0))
+        first = bisect_left(blocks, (*saved_place(self._store.directory), b""))
+        start = saved = self._clock()
+        bad: list[tuple[Place, str]] = []
+        num_bytes = done = 0
+        at: Place | None = None
+        try:
+            for group, slot, key in blocks[first:]:
+                at = (group, slot)
+                if not self._wait(start, num_bytes, should_stop):
+                    break
+                reason = self._store.why_bad(group, slot, key, out[:geometries[group].payload_bytes])
+                if reason is not None:
+                    self._store.quarantine(group, slot, reason)
+                    bad.append((at, reason))
+                done += 1
+                num_bytes += geometries[group].stride
+                if self._clock() - saved >= _SAVE_SECONDS:
+                    self._save(at)
+                    saved = self._clock()
+            else:
+                at = None
+        finally:
+            self._save(at)
+        return Scrubbed(done, num_bytes, tuple(bad), at)
+
+    def _wait(self, start: float, num_bytes: int, should_stop: Callable[[], bool]) -> bool:
+        """Until the next block is within the budget; False when it is time to stop."""
+        while not should_stop():
+            early = 0.0 if self._budget is None else start + num_bytes / self._budget - self._clock()
+            if early <= 0.0:
+                return True
+            self._sleep(min(early, _LONGEST_SLEEP))
+        return False
+
+    def _save(self, place: Place | None) -> None:
+        write_atomically(self._store.directory / POSITION_NAME, json.dumps({"next": list(place or (0, 0)), "at": time.time()}) + "\n")

@@ -1,0 +1,118 @@
+"""``kvtier store`` from the command line: what it prints, its exit codes, several ranks under one root."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from kvtier.cli_store import parse_rate, store
+from kvtier.errors import ConfigError
+from kvtier.io.nvme_store import BlockWrite, NvmeStore
+from kvtier.pools.nvme_geometry import NvmeGeometry
+
+NAMESPACE = '{"model": "tiny@1", "ranks": 1}'
+GEOMETRIES = [NvmeGeometry(8192, 4), NvmeGeometry(5000, 2)]
+
+
+def make_store(directory: Path) -> None:
+    with NvmeStore.open(directory, NAMESPACE, GEOMETRIES, free_space_reserve=0) as opened:
+        items = [BlockWrite(0, slot, hashlib.sha256(b"%d" % slot).digest(), np.full(8192, slot, np.uint8), 35, 0.0) for slot in range(3)]
+        assert opened.write_blocks(items) == [None] * 3
+
+
+def spoil(directory: Path) -> None:
+    """One block of the first group."""
+    with (directory / "group-0.slab").open("r+b") as file:
+        file.seek(GEOMETRIES[0].offset(1) + 5000)
+        file.write(b"\xff")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    make_store(tmp_path / "store")
+    return tmp_path / "store"
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(store, [str(argument) for argument in arguments], catch_exceptions=False)
+    return result.exit_code, result.output
+
+
+def test_ls_shows_the_namespace_in_clear_and_a_line_for_each_group(directory: Path) -> None:
+    code, output = run("ls", directory)
+    assert code == 0
+    assert 'model: "tiny@1"' in output
+    assert [line.split() for line in output.splitlines()[-2:]] == [["0", "4", "3", "24576", "8192", "0", "0"],
+                                                                   ["1", "2", "0", "0", "5000", "0", "0"]]
+    code, output = run("ls", directory, "--json")
+    [listing] = json.loads(output)
+    assert listing["namespace"] == json.loads(NAMESPACE)
+    assert [group["blocks"] for group in listing["groups"]] == [3, 0]
+
+
+def test_verify_and_scrub_end_with_1_when_a_block_is_bad_and_scrub_takes_it_away(directory: Path) -> None:
+    assert run("verify", directory) == (0, f"{directory}: 3 blocks read, 0 bad\n")
+    spoil(directory)
+    for _ in range(2):
+        code, output = run("verify", directory)
+        assert code == 1
+        assert "3 blocks read, 1 bad" in output
+        assert "group 0, slot 1" in output
+    code, output = run("scrub", directory, "--bandwidth", "200MiB/s", "--json")
+    assert code == 1
+    assert json.loads(output)[0]["quarantined"][0]["slot"] == 1
+    assert run("scrub", directory) == (0, f"{directory}: 2 blocks verified, 0 quarantined; the pass is complete\n")
+    assert run("verify", directory)[0] == 0
+    assert run("ls", directory)[1].splitlines()[-2].split()[-1] == "1"
+
+
+def test_scrub_says_where_the_next_run_goes_on(directory: Path) -> None:
+    assert run("scrub", directory, "--seconds", "0")[1].endswith("the next run goes on at group 0, slot 0\n")
+
+
+def test_rebuild_and_gc(directory: Path) -> None:
+    (directory / "manifest.sqlite").write_bytes(b"no database")
+    assert "DAMAGED" in run("ls", directory)[1]
+    code, output = run("rebuild", directory)
+    assert code == 0
+    assert "3 blocks, 3 of them not in the old manifest" in output
+    assert "kvtier store gc removes" in run("ls", directory)[1]
+    assert "0 expired blocks and 1 files removed (11 bytes)" in run("gc", directory)[1]
+    assert json.loads(run("gc", directory, "--json")[1]) == [{"directory": str(directory), "expired": 0, "files": [], "num_bytes": 0}]
+
+
+def test_clear_asks_for_yes_and_names_what_would_go(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="holds 3 blocks, which would all be forgotten; repeat the command with --yes"):
+        run("clear", directory)
+    assert run("verify", directory)[1].startswith(f"{directory}: 3 blocks")
+    assert run("clear", directory, "--yes")[0] == 0
+    assert run("verify", directory) == (0, f"{directory}: 0 blocks read, 0 bad\n")
+
+
+def test_under_a_root_each_rank_has_its_turn_and_the_worst_exit_code_counts(tmp_path: Path) -> None:
+    for rank in range(3):
+        make_store(tmp_path / f"rank-{rank}")
+    spoil(tmp_path / "rank-1")
+    code, output = run("verify", tmp_path)
+    assert code == 1
+    assert [f"rank-{rank}: 3 blocks read, {bad} bad" in output for rank, bad in enumerate((0, 1, 0))] == [True] * 3
+    with NvmeStore.open(tmp_path / "rank-0", NAMESPACE, GEOMETRIES, free_space_reserve=0):
+        code, output = run("verify", tmp_path)
+    assert code == 2
+    assert "in use by process" in output
+    assert "rank-2: 3 blocks read, 0 bad" in output
+
+
+@pytest.mark.parametrize("text", ["200MiB", "200", "fast/s", "5 blocks/s", "90%/s", "0MiB/s", "/s", ""])
+def test_a_rate_that_is_none_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match="--bandwidth="):
+        parse_rate(text, "--bandwidth")
+
+
+def test_a_rate_is_bytes_per_second() -> None:
+    assert parse_rate("200MiB/s", "--bandwidth") == 200 * (1 << 20)

@@ -1,0 +1,61 @@
+"""``HangWatch``: which file operations do not come back (design: every wait has a deadline).
+
+A call that hangs in the kernel cannot be ended from outside. What can be ended is waiting for it: whoever looks after the threads asks for
+what is overdue, reports it as failed, and when no thread is left does the same with all that is queued. The call itself keeps its thread
+and its memory until it returns, and nobody listens to it then.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from kvtier.tiering.transfer_graph import TransferNode
+
+HANG_SECONDS: Final = 30.0
+"""A file operation of one block that takes longer hangs. Drives and their drivers have given up, or reset themselves, by then."""
+
+
+class HangWatch:
+    """The threads that take their work from one queue. No lock: entries are made and taken out by single dictionary operations.
+
+    Args:
+        num_threads: how many threads there are.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._running: dict[TransferNode, float] = {}
+        self._overdue: dict[TransferNode, float] = {}
+
+    def begin(self, node: TransferNode) -> None:
+        """A thread is about to begin this node's file operation."""
+        self._running[node] = time.monotonic()
+
+    def end(self, node: TransferNode) -> bool:
+        """It is over. False when it had been overdue: it has been reported, and nobody listens any more."""
+        is_awaited = self._running.pop(node, None) is not None
+        self._overdue.pop(node, None)
+        return is_awaited
+
+    def is_awaited(self, node: TransferNode) -> bool:
+        """Whether it is running and not overdue."""
+        return node in self._running
+
+    def overdue(self) -> list[TransferNode]:
+        """Operations that have become overdue since the last call. One thread asks."""
+        late = time.monotonic() - HANG_SECONDS
+        found = []
+        for node, start in list(self._running.items()):
+            if start < late:
+                self._overdue[node] = start  # first: its thread takes it out of here when it returns
+                if self._running.pop(node, None) is None:
+                    self._overdue.pop(node, None)
+                else:
+                    found.append(node)
+        return found
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether every thread is inside an overdue operation: what is queued would wait for ever."""
+        return len(self._overdue) >= self._num_threads
