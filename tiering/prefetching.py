@@ -8,6 +8,7 @@ blocks where they are going to be, and its copies stand behind the reads under w
 from __future__ import annotations
 
 import enum
+import logging
 import threading
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -26,6 +27,8 @@ from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.raising import StoredBlock, is_unused, raise_to_primary, raise_to_secondary, stored_prefix
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.planning import as_request
+
+_log = logging.getLogger(__name__)
 
 BURST_SECONDS: Final = 0.02
 """What the budget of so much time may be spent at once."""
@@ -58,7 +61,7 @@ class Prefetch:
     Attributes:
         num_blocks: stored blocks that the prompt would reuse, of all groups.
         read_blocks: those whose read from NVMe was begun; ``raised_blocks``: those copied to the primary level.
-        lost_blocks: those that could not be read. They are misses now.
+        lost_blocks: those that were gone when they should have arrived, as a rule because they could not be read. They are misses now.
     """
 
     def __init__(self, owner: Prefetching, request: Request, blocks: list[StoredBlock]) -> None:
@@ -234,10 +237,12 @@ class Prefetching(TierCore):
                 with self.locked() as ledger:
                     is_more = self._carry_on(ledger)
                     is_idle = not self._prefetches
-            except KVTierError:
-                if self._closed:
-                    return
-                raise
+            except Exception as error:
+                if not (self._closed and isinstance(error, KVTierError)):
+                    # A bug of ours. Whoever waits for a prefetch must not wait for ever, and serving goes on without them.
+                    _log.exception("the prefetch thread ended; blocks are raised by refresh() only")
+                    self._cancel_prefetches()
+                return
             self._prefetch_wake.wait(PAUSE if is_more else None if is_idle else LOOK_UP)
             self._prefetch_wake.clear()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from toy_engine import OTHER, PROMPT, MakeCache, ToyEngine, WarmCache, delays, fails, tokens_of, wait_until
 
-from kvtier import ConfigError, KVCacheManager, Level, Request, RequestError, RetentionConfig, TokenRange
+from kvtier import ConfigError, KVCacheManager, KVLayout, LayerSpec, Level, Request, RequestError, RetentionConfig, TokenRange
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
 from kvtier.tiering.prefetching import BURST_SECONDS, MOST_AT_ONCE, Budget, KeptBlocks, Prefetch, PrefetchState
 
@@ -314,9 +314,9 @@ def test_an_admission_has_all_primary_blocks_while_a_prefetch_reads(warm_cache: 
 
 # -- faults, threads -----------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("kind", [FaultKind.FAILURE, FaultKind.BIT_FLIP])
+@pytest.mark.parametrize("kind", [FaultKind.FAILURE, FaultKind.BIT_FLIP, FaultKind.HANG])
 def test_a_bad_read_is_a_miss(warm_cache: WarmCache, kind: FaultKind) -> None:
-    cache = warm_cache(FaultRule(kind, FaultOperation.READ, count=1))
+    cache = warm_cache(FaultRule(kind, FaultOperation.READ, count=1, seconds=0.05 if kind is FaultKind.HANG else 0.0))
     prefetch = cache.prefetch(PROMPT)
     assert finished(prefetch) is PrefetchState.FINISHED
     assert prefetch.lost_blocks == 1
@@ -370,6 +370,45 @@ def test_several_threads_prefetch_and_serve(make_cache: MakeCache) -> None:
     assert cache.flush()
     cache.verify()
     assert cache.stats().leases == 0
+
+
+def test_layers_with_windows_and_states_rise_together(make_cache: MakeCache) -> None:
+    layout = KVLayout(layers=[LayerSpec.attention(num_kv_heads=1, head_dim=8), LayerSpec.attention(num_kv_heads=1, head_dim=8, window=8),
+                              LayerSpec.recurrent(state_bytes=64, snapshot_interval=8)], dtype="float32", tokens_per_block=4)
+    prompt = list(range(1, 34))
+    cache = make_cache(16, 8, 32, layout=layout)
+    cache.add_sequence(Request(1, prompt))
+    cache.mark_computed(1, len(prompt))
+    cache.remove_sequence(1)
+    assert cache.flush()
+    cache.close()
+    cache = make_cache(16, 8, 32, layout=layout)
+    found = cache.match(prompt).tokens_by_level
+    assert found[2] > 0
+    prefetch = cache.prefetch(prompt)
+    assert finished(prefetch) is PrefetchState.FINISHED
+    assert prefetch.raised_blocks == prefetch.num_blocks > 8
+    assert cache.match(prompt).tokens_by_level == (sum(found), 0, 0)
+    cache.verify()
+    assert cache.add_sequence(Request(2, prompt)).prepopulated_tokens == sum(found)
+    assert cache.wait_ready(2, timeout=PATIENCE) == sum(found)
+    cache.verify()
+
+
+def test_a_bug_in_the_thread_leaves_nobody_waiting(warm_cache: WarmCache, monkeypatch: pytest.MonkeyPatch,
+                                                   caplog: pytest.LogCaptureFixture) -> None:
+    cache = warm_cache(delays(FaultOperation.READ, 0.05))
+    prefetch = cache.prefetch(PROMPT)
+
+    def fail(_ledger: object) -> bool:
+        raise AssertionError("a bug of ours")
+
+    monkeypatch.setattr(cache, "_carry_on", fail)
+    assert finished(prefetch) is PrefetchState.CANCELLED
+    assert any("prefetch thread ended" in record.getMessage() for record in caplog.records)
+    caplog.clear()  # the fixture looks for bugs
+    assert cache.add_sequence(Request(1, PROMPT)).prepopulated_tokens == 12
+    assert cache.wait_ready(1, timeout=PATIENCE) == 12
 
 
 def test_what_is_no_prompt_is_refused(make_cache: MakeCache) -> None:
