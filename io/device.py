@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from kvtier.errors import ConfigError
@@ -39,6 +40,9 @@ class Device(Protocol):
     def engine_event(self, engine_stream: EngineStream | None) -> Event:
         """An event that is done when the engine has done all it enqueued so far (on the CPU: now)."""
 
+    def on_engine(self, engine_stream: EngineStream | None) -> AbstractContextManager[object]:
+        """Within it, torch works on the engine's stream."""
+
 
 class CpuDevice:
     """The engine runs in ordinary threads and memory; our streams are worker threads."""
@@ -59,6 +63,10 @@ class CpuDevice:
     def engine_event(self, engine_stream: EngineStream | None) -> Event:
         """Done: what the engine computed before this call has been computed."""
         return finished_event()
+
+    def on_engine(self, engine_stream: EngineStream | None) -> AbstractContextManager[object]:
+        """The calling thread is the engine."""
+        return nullcontext()
 
 
 class CudaDevice:
@@ -89,6 +97,12 @@ class CudaDevice:
             event = CudaEvent(self._cuda)
             event.record(self._handle(engine_stream))
         return event
+
+    def on_engine(self, engine_stream: EngineStream | None) -> AbstractContextManager[object]:
+        """torch's current stream is the engine's."""
+        import torch
+        stream = torch.cuda.ExternalStream(self._handle(engine_stream), device=self.name)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(stream)
 
     def _handle(self, engine_stream: EngineStream | None) -> int:
         """The ``cudaStream_t`` behind what the engine calls its stream."""

@@ -32,6 +32,8 @@ _BYTE_UNITS: Final = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**1
                       "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _UNITS_BY_LOWER: Final = {unit.lower(): unit for unit in (*_BYTE_UNITS, "blocks", "%")} | {"block": "blocks"}
 _SPELLING: Final = re.compile(r"([+-]?)([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z%]*)")
+_MAX_DIGITS: Final = 100  # the largest size there is has 19
+_MAX_SHOWN: Final = 200
 _EXAMPLES: Final = 'write for example "8 blocks", "64GiB", "500 MB" or "90%"'
 
 
@@ -62,12 +64,12 @@ def parse_size(text: object, name: str) -> Size:
         ConfigError: no unit, an unknown unit, a negative number, a fraction of a block, more than 100%, too large.
     """
     if isinstance(text, (int, float)) and not isinstance(text, bool):
-        raise ConfigError(_no_unit(name, text, str(abs(text))))
+        raise ConfigError(_no_unit(name, text, shown(abs(text))))
     if not isinstance(text, str):
-        raise ConfigError(f"{name}={text!r}: not a size; {_EXAMPLES}")
+        raise ConfigError(f"{name}={shown(text)}: not a size; {_EXAMPLES}")
     match = _SPELLING.fullmatch(text.strip())
     if match is None:
-        raise ConfigError(f"{name}={text!r}: not a size; {_EXAMPLES}")
+        raise ConfigError(f"{name}={shown(text)}: not a size; {_EXAMPLES}")
     sign, digits, unit_text = match.groups()
     if not unit_text:
         raise ConfigError(_no_unit(name, text, digits))
@@ -75,28 +77,40 @@ def parse_size(text: object, name: str) -> Size:
     if unit is None:
         near = difflib.get_close_matches(unit_text.lower(), _UNITS_BY_LOWER, 1)
         hint = f'did you mean "{digits} {_UNITS_BY_LOWER[near[0]]}"?' if near else _EXAMPLES
-        raise ConfigError(f"{name}={text!r}: unknown unit {unit_text!r}; {hint}")
+        raise ConfigError(f"{name}={shown(text)}: unknown unit {shown(unit_text)}; {hint}")
     if sign == "-":
-        raise ConfigError(f"{name}={text!r}: a size must not be negative; {_EXAMPLES}")
+        raise ConfigError(f"{name}={shown(text)}: a size must not be negative; {_EXAMPLES}")
+    if len(digits) > _MAX_DIGITS:
+        raise ConfigError(f"{name}={shown(text)}: {len(digits)} digits; {_EXAMPLES}")
     number = Fraction(digits)
     if unit == "blocks":
         if number.denominator != 1:
-            raise ConfigError(f"{name}={text!r}: blocks come whole; write \"{math.ceil(number)} blocks\"")
+            raise ConfigError(f"{name}={shown(text)}: blocks come whole; write \"{math.ceil(number)} blocks\"")
         if number > MAX_BLOCKS:
-            raise ConfigError(f"{name}={text!r}: at most {MAX_BLOCKS} blocks")
+            raise ConfigError(f"{name}={shown(text)}: at most {MAX_BLOCKS} blocks")
         return Size(SizeKind.BLOCKS, number, text)
     if unit == "%":
         if number > 100:
-            raise ConfigError(f"{name}={text!r}: a share of what is free is at most 100%")
+            raise ConfigError(f"{name}={shown(text)}: a share of what is free is at most 100%")
         return Size(SizeKind.SHARE, number / 100, text)
     num_bytes = math.floor(number * _BYTE_UNITS[unit])
     if num_bytes > MAX_BYTES:
-        raise ConfigError(f"{name}={text!r}: at most {format_bytes(MAX_BYTES)}")
+        raise ConfigError(f"{name}={shown(text)}: at most {format_bytes(MAX_BYTES)}")
     return Size(SizeKind.BYTES, Fraction(num_bytes), text)
 
 
+def shown(value: object) -> str:
+    """A value as messages show it: a long one shortened, and a number of thousands of digits not at all, for Python refuses to."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
 def _no_unit(name: str, text: object, digits: str) -> str:
-    return f'{name}={text!r}: a size needs a unit; write "{digits} blocks", "{digits}GiB" or "{digits}%"'
+    digits = digits if len(digits) <= _MAX_DIGITS else "8"
+    return f'{name}={shown(text)}: a size needs a unit; write "{digits} blocks", "{digits}GiB" or "{digits}%"'
 
 
 def parse_sizes(value: object, name: str) -> tuple[Size, ...]:
@@ -173,10 +187,10 @@ def resolve_sizes(layout: KVLayout, primary: object, secondary: object, nvme: ob
                   group_shares: Sequence[float] | None = None, max_tokens: int | None = None) -> PoolSizes:
     """Block counts per group and level, and the check that they fit into what is free.
 
-    A size is one for all groups (blocks: of each group; bytes and shares: of the level, split by ``group_shares``,
-    equal by default) or a list with one per group. Rounding follows TensorRT-LLM's ``calculateMaxNumBlocks``: bytes
-    become whole tokens, and the primary level rounds its last block up, the lower levels down. A share always rounds
-    down: it must never ask for more than there is.
+    A size is one for all groups (blocks: of each group; bytes and shares: of the level, split by ``group_shares``, equal by default) or a
+    list with one per group. Cross-attention groups have a primary level only: their part of a lower level is the others'. Rounding follows
+    TensorRT-LLM's ``calculateMaxNumBlocks``: bytes become whole tokens, and the primary level rounds its last block up, the lower levels
+    down. A share always rounds down: it must never ask for more than there is.
 
     ``max_tokens`` caps each group's primary level at the blocks of so many tokens. The smaller of size and cap counts, and a
     warning names both where they differ.
@@ -189,7 +203,7 @@ def resolve_sizes(layout: KVLayout, primary: object, secondary: object, nvme: ob
     shares = _group_shares(layout, group_shares)
     on_device = free.device_bytes is not None
     primary_free = free.device_bytes if free.device_bytes is not None else free.host_bytes
-    primary_counts = _level_counts(layout, parse_sizes(primary, "primary"), PRIMARY, shares, primary_free)
+    primary_counts = _level_counts(layout, primary, PRIMARY, shares, primary_free)
     for group, count in zip(layout.groups, primary_counts, strict=True):
         if count == 0:
             raise ConfigError(f"primary={primary!r} gives group {group.number} no block; a block of it takes "
@@ -197,12 +211,10 @@ def resolve_sizes(layout: KVLayout, primary: object, secondary: object, nvme: ob
     if max_tokens is not None:
         primary_counts = _capped(layout, primary, primary_counts, max_tokens)
     taken = 0 if on_device else level_bytes(layout, primary_counts, PRIMARY)
-    secondary_counts = _level_counts(layout, parse_sizes(secondary, "secondary"), SECONDARY, shares,
-                                     max(0, free.host_bytes - taken))
-    nvme_sizes = parse_sizes(nvme, "nvme")
-    if free.disk_bytes is None and any(size.amount for size in nvme_sizes):
+    secondary_counts = _level_counts(layout, secondary, SECONDARY, shares, max(0, free.host_bytes - taken))
+    if free.disk_bytes is None and any(size.amount for size in parse_sizes(nvme, "nvme")):
         raise ConfigError(f"nvme={nvme!r} wants a folder for its files; set nvme_directory=...")
-    nvme_counts = _level_counts(layout, nvme_sizes, NVME, shares, free.disk_bytes or 0)
+    nvme_counts = _level_counts(layout, nvme, NVME, shares, free.disk_bytes or 0)
     sizes = PoolSizes(primary_counts, secondary_counts, nvme_counts)
     check_fits(layout, sizes, free)
     for number, below in enumerate(nvme_counts):
@@ -273,24 +285,31 @@ def _group_shares(layout: KVLayout, given: Sequence[float] | None) -> list[Fract
 def check_group_shares(shares: Sequence[float]) -> None:
     """Raise ConfigError unless every share is in 0..1 and their sum is above 0."""
     if any(not 0.0 <= share <= 1.0 for share in shares):
-        raise ConfigError(f"group_shares={list(shares)}: each share must be between 0 and 1")
+        raise ConfigError(f"group_shares={shown(list(shares))}: each share must be between 0 and 1")
     if not sum(shares) > 0.0:
         raise ConfigError(f"group_shares={list(shares)}: the shares must add up to more than 0")
 
 
-def _level_counts(layout: KVLayout, sizes: tuple[Size, ...], level: int, shares: list[Fraction],
-                  available: int) -> tuple[int, ...]:
-    """Blocks of each group on one level."""
+def _level_counts(layout: KVLayout, given: object, level: int, shares: list[Fraction], available: int) -> tuple[int, ...]:
+    """Blocks of each group on one level. On the lower ones cross-attention has none: what it keeps is never stored, so that nothing of it
+    ever goes down."""
     groups = layout.groups
-    if len(sizes) == 1:
-        parts = [(sizes[0], share) for share in shares]
-    elif len(sizes) == len(groups):
+    sizes = parse_sizes(given, LEVEL_NAMES[level])
+    goes_down = [level == PRIMARY or group.kind != "cross" for group in groups]
+    if isinstance(given, (list, tuple)):
+        if len(sizes) != len(groups):
+            raise ConfigError(f"{LEVEL_NAMES[level]}: {len(sizes)} sizes for {len(groups)} groups; give one for all, not in a list, or a "
+                              f"list with one per group, not {shown(list(given))}")
         parts = [(size, Fraction(1)) for size in sizes]
+        for group, size, counts in zip(groups, sizes, goes_down, strict=True):
+            if size.amount and not counts:
+                _log.warning("%s: %r for group %d, which is cross-attention: nothing of it ever leaves the primary level; it gets no block",
+                             LEVEL_NAMES[level], size.text, group.number)
     else:
-        raise ConfigError(f"{LEVEL_NAMES[level]}: {len(sizes)} sizes for {len(groups)} groups; give one for all or one "
-                          "per group")
-    return tuple(_blocks(group, size, level, share, available)
-                 for group, (size, share) in zip(groups, parts, strict=True))
+        total = sum(share for share, counts in zip(shares, goes_down, strict=True) if counts)
+        parts = [(sizes[0], share / total if total else share) for share in shares]
+    return tuple(_blocks(group, size, level, share, available) if counts else 0
+                 for group, (size, share), counts in zip(groups, parts, goes_down, strict=True))
 
 
 def _blocks(group: LayerGroup, size: Size, level: int, share: Fraction, available: int) -> int:

@@ -28,7 +28,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from kvtier.errors import ConfigError
 from kvtier.io.fault_text import parse_faults
 from kvtier.io.faults import Faults
-from kvtier.pools.sizing import SizeKind, check_group_shares, parse_size, parse_sizes
+from kvtier.pools.sizing import SizeKind, check_group_shares, parse_size, parse_sizes, shown
 from kvtier.tiering.config_sources import (
     ENVIRONMENT_PREFIX,
     KEYWORD_ONLY,
@@ -122,6 +122,10 @@ class TierConfig(BaseSettings):
     load_decision: Literal["auto", "always"] = "auto"
     """Whether a prefix found on a lower level is loaded: "auto" leaves it to recompute where that is faster, as far as the engine has
     reported how fast it computes (``report_prefill``); "always" loads."""
+
+    debug_checks: bool = False
+    """Look at the order of all copies, file operations and steps a second time (LedgerError where nothing orders two uses of a slot), and
+    fill blocks with a pattern before the step that first writes into them. An engine then writes into blocks within ``step`` only."""
 
     faults: InstanceOf[Faults] | None = None
     """Failures on demand, to try what they cost: rules such as ``"nvme.read.bit_flip=0.01, secondary.copy.delay=0.1:5ms*20"`` (see
@@ -271,4 +275,4 @@ def _explain(details: ErrorDetails, given: Mapping[str, Sourced]) -> str:
     template = _LIMITS.get(details["type"])
     limit = template.format(**details.get("ctx", {})) if template else details["msg"]
     item = "".join(f"[{part}]" for part in details["loc"][1:] if isinstance(part, int))
-    return f"{key}{item}={details['input']!r} ({given[key].origin}): {limit}"
+    return f"{key}{item}={shown(details['input'])} ({given[key].origin}): {limit}"

@@ -45,6 +45,7 @@ from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
 from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.load_speed import LoadMeter
 from kvtier.tiering.loading import LoadDecider
+from kvtier.tiering.poison import Poison
 from kvtier.tiering.statistics import IterationStats, PrefetchStats, RequestStats, Stats, collect_request
 from kvtier.tiering.statistics_recorder import StatisticsRecorder
 from kvtier.tiering.transfer import TransferManager
@@ -100,7 +101,7 @@ class TierCore:
                 self._debug = DebugPath(config.request_directory_root, self.pools, self.store, pin=device != "cpu")
                 undo.callback(self._debug.let_go)
             self.transfers = TransferManager(self._device, self.pools, self.store, faults=config.faults,
-                                             read_threads=config.read_threads, debug=self._debug)
+                                             read_threads=config.read_threads, debug=self._debug, check_order=config.debug_checks)
             undo.pop_all()
         if config.faults is not None:
             logger.warning("faults are injected into this cache (%s): %s. For trials only: blocks are really lost and files really deleted",
@@ -110,6 +111,7 @@ class TierCore:
         can_split = all(geometry.kind in (FULL, CROSS) for geometry in self._ledger.geometries)
         self._loading = LoadDecider(self._load_meter, config.load_decision == "auto", can_split)
         self._ledger.loading = self._loading
+        self._poison = Poison(self.pools, self._ledger.geometries) if config.debug_checks else None
 
     # -- once per step, events, statistics -------------------------------------------------------------------------------
 
@@ -185,9 +187,10 @@ class TierCore:
             return collect_request(ledger, ledger.sequence(request_id))
 
     def verify(self) -> None:
-        """Raise LedgerError naming the first broken invariant."""
+        """Raise LedgerError naming the first broken invariant; with ``debug_checks`` also uses of a slot that nothing ordered."""
         with self.locked() as ledger:
             verify(ledger)
+        self.transfers.verify()
 
     # -- the end ---------------------------------------------------------------------------------------------------------
 
@@ -294,20 +297,14 @@ class TierCore:
         if not records:
             return
         now = time.perf_counter()
-        for number, record in enumerate(records):
+        for record in records:
             if isinstance(record, Move):
                 self._load_meter.issued(record, now)
                 if self._debug is not None and not record.key and self._debug.takes(record):
-                    records[number] = self._named(record)
+                    allocator = self._ledger.allocators[record.group]
+                    self._debug.name(record, allocator.chain_key(allocator.blocks[record.block_id]))
         self._num_queued += len(records)
         self._outbox.extend(records)
-
-    def _named(self, move: Move) -> Move:
-        """The same Move with its content's key, for whoever looks at its file."""
-        allocator = self._ledger.allocators[move.group]
-        key = allocator.chain_key(allocator.blocks[move.block_id])
-        return Move(move.number, move.group, move.block_id, move.source, move.source_generation, move.destination,
-                    move.destination_generation, move.num_tokens, key, move.priority, move.expiry, move.mode, move.directory)
 
     def _submit(self) -> None:
         """Issue what is in the outbox. Whoever holds the submit lock issues everybody's records, in order."""

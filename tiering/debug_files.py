@@ -33,11 +33,11 @@ def file_name(move: Move) -> str:
     return f"group-{move.group}-block-{move.block_id}.kvblock"
 
 
-def header(move: Move, group: LayerGroup, payload: npt.NDArray[np.uint8]) -> bytes:
-    """The first line of a block's file."""
+def header(move: Move, key: bytes, group: LayerGroup, payload: npt.NDArray[np.uint8]) -> bytes:
+    """The first line of the file of a block with this chain key."""
     fields = {
         "kind": KIND, "version": VERSION, "group": move.group, "layers": list(group.layers), "block_id": move.block_id,
-        "key": move.key.hex() or None, "tokens_per_block": group.tokens_per_block, "move": move.number,
+        "key": key.hex() or None, "tokens_per_block": group.tokens_per_block, "move": move.number,
         "from": f"{LEVEL_NAMES[level_of(move.source)]} {slot_of(move.source)}",
         "to": f"{LEVEL_NAMES[level_of(move.destination)]} {slot_of(move.destination)}",
         "sections": [{"name": section.name, "shape": list(section.shape), "dtype": section.dtype, "offset": section.offset,

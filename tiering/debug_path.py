@@ -68,6 +68,7 @@ class DebugPath:
         self._closing = False
         self._fallbacks: SimpleQueue[None] = SimpleQueue()
         self._has_said = False
+        self._names: dict[int, bytes] = {}
 
     def start(self, read_over: Callable[[TransferNode, int], None]) -> None:
         """``read_over`` is called by the thread, no lock held, with each node and its buffer (-1: none), which it takes over."""
@@ -80,6 +81,10 @@ class DebugPath:
         """Whole blocks of a debugged request: down from the primary level, and up from any."""
         return (isinstance(record, Move) and record.mode == MODE and not record.num_tokens and level_of(record.destination) != NVME
                 and level_of(record.source) != level_of(record.destination))
+
+    def name(self, move: Move, key: bytes) -> None:
+        """What a Move between memories carries, which it does not say itself, for whoever looks at its file. Before it is put here."""
+        self._names[move.number] = key
 
     def put(self, node: TransferNode) -> None:
         self._nodes.put(node)
@@ -139,6 +144,9 @@ class DebugPath:
                 del node
 
     def _read(self, node: TransferNode, runner: asyncio.Runner) -> int:
+        move = node.move
+        assert move is not None
+        key = self._names.pop(move.number, move.key)
         self._wait_for_source(node)
         failure = node.source_failure()
         if failure is not None:
@@ -150,7 +158,7 @@ class DebugPath:
         except Exception as error:
             node.error = error
         else:
-            self._detour(node, buffer, runner)
+            self._detour(move, key, buffer, runner)
         node.seconds = time.perf_counter() - start
         return buffer
 
@@ -200,15 +208,13 @@ class DebugPath:
             assert pools.secondary is not None
             arena.rows[buffer] = pools.secondary.rows[slot]
 
-    def _detour(self, node: TransferNode, buffer: int, runner: asyncio.Runner) -> None:
+    def _detour(self, move: Move, key: bytes, buffer: int, runner: asyncio.Runner) -> None:
         """Through the file, if that can be done."""
-        move = node.move
-        assert move is not None
-        row = self.staging[node.group].arena.rows[buffer]
+        row = self.staging[move.group].arena.rows[buffer]
         try:
             folder = self.root.open(move.directory)
             try:
-                line = header(move, self._pools[node.group].group, row)
+                line = header(move, key, self._pools[move.group].group, row)
                 found = runner.run(write_and_read_back(folder, file_name(move), line, row))
             finally:
                 os.close(folder)

@@ -107,6 +107,8 @@ class Drafting(Readiness):
             if not ready:
                 raise RequestError(f"request {request_id}: accept_drafts while it is not ready; call wait_ready first")
             with self.locked() as ledger:
+                if ledger.draft_moves(request_id, nodes) != moves:  # another thread was faster, with drafts of its own since
+                    raise RequestError(f"request {request_id}: accept_drafts while another thread changed its drafts; ask again")
                 slots = _slots(ledger, request_id)
             for pools in self.pools:
                 if pools.group.kind != "cross":

@@ -256,7 +256,7 @@ class FileWorkers:
         if not ready:
             return
         start = time.perf_counter()
-        self._writing.begin(batch[0])
+        self._writing.begin(batch[0], len(items))
         try:
             errors = self._store.write_blocks(items)
         finally:

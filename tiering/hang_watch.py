@@ -15,6 +15,8 @@ from kvtier.tiering.transfer_graph import TransferNode
 HANG_SECONDS: Final = 30.0
 """A file operation of one block that takes longer hangs. Drives and their drivers have given up, or reset themselves, by then."""
 
+_FURTHER_BLOCK: Final = 1 / 6  # of it for each further block of a batch: also on a slow drive, or one that is given little bandwidth
+
 
 class HangWatch:
     """The threads that take their work from one queue. No lock: entries are made and taken out by single dictionary operations.
@@ -25,12 +27,12 @@ class HangWatch:
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._running: dict[TransferNode, float] = {}
+        self._running: dict[TransferNode, float] = {}  # until when
         self._overdue: dict[TransferNode, float] = {}
 
-    def begin(self, node: TransferNode) -> None:
-        """A thread is about to begin this node's file operation."""
-        self._running[node] = time.monotonic()
+    def begin(self, node: TransferNode, num_blocks: int = 1) -> None:
+        """A thread is about to begin this node's file operation, which is that of so many blocks."""
+        self._running[node] = time.monotonic() + HANG_SECONDS * (1.0 + (num_blocks - 1) * _FURTHER_BLOCK)
 
     def end(self, node: TransferNode) -> bool:
         """It is over. False when it had been overdue: it has been reported, and nobody listens any more."""
@@ -44,11 +46,11 @@ class HangWatch:
 
     def overdue(self) -> list[TransferNode]:
         """Operations that have become overdue since the last call. One thread asks."""
-        late = time.monotonic() - HANG_SECONDS
+        now = time.monotonic()
         found = []
-        for node, start in list(self._running.items()):
-            if start < late:
-                self._overdue[node] = start  # first: its thread takes it out of here when it returns
+        for node, end in list(self._running.items()):
+            if end < now:
+                self._overdue[node] = end  # first: its thread takes it out of here when it returns
                 if self._running.pop(node, None) is None:
                     self._overdue.pop(node, None)
                 else:

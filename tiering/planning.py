@@ -54,7 +54,7 @@ class Planning(TierCore):
         """As if the sequence were removed: how many primary blocks of a group that would free, after those removed before."""
         self._check_group(group)
         with self.locked() as ledger:
-            return self._what_if.remove(ledger.sequence(request_id), group)
+            return self._what_if.remove(ledger, ledger.sequence(request_id), group)
 
     def num_free_blocks(self, level: Level, group: int = 0) -> int:
         """Unreferenced blocks of a level, cached content and backings included."""
@@ -109,7 +109,12 @@ class Planning(TierCore):
 
 
 def as_request(tokens: Request | object, **namespace: Any) -> Request:
+    """A prompt with its namespace. RequestError for keywords beside a Request, which has its own."""
     if isinstance(tokens, Request):
+        given = [name for name, value in namespace.items() if value is not None]
+        if given:
+            raise RequestError(f"request {tokens.id} with {', '.join(given)} beside it: a Request has its own namespace; leave them "
+                               "out, or pass the tokens")
         return tokens
     try:
         return Request(0, tokens, **namespace)

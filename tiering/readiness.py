@@ -15,12 +15,14 @@ from kvtier.pools.pool_index import PoolIndex
 from kvtier.tiering import arguments
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.core import TierCore
+from kvtier.tiering.ledger.confirming import awaited_slots
+from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.sequence import ActiveSequence
 
 STEP_TIMEOUT: Final = 60.0  # seconds a step waits for copies between memories, which take milliseconds
 
 Indices = list[list[PoolIndex]]
-"""By group: where a sequence's blocks are."""
+"""By group: slots that a sequence waits for."""
 
 
 class Readiness(TierCore):
@@ -48,7 +50,7 @@ class Readiness(TierCore):
             if valid is not None:
                 return valid
             with self.locked() as ledger:
-                indices = _indices(ledger.sequence(request_id))
+                indices = _indices(ledger, ledger.sequence(request_id))
             if not all(self.transfers.wait(group, row, _left(deadline)) and self.transfers.wait_for_files(group, row, _left(deadline))
                        for group, row in enumerate(indices)):
                 self._require_open()
@@ -80,7 +82,7 @@ class Readiness(TierCore):
         self._submit()
         with self.locked() as ledger:
             sequence = ledger.sequence(request_id)
-            return sequence.must_preempt or self._has_arrived(_indices(sequence))
+            return sequence.must_preempt or self._has_arrived(_indices(ledger, sequence))
 
     def is_paused(self, request_id: int) -> bool:
         """Whether a sequence waits for the blocks of its next prompt chunk (``chunk_size`` with layers that have a window).
@@ -107,11 +109,11 @@ class Readiness(TierCore):
         with self.locked() as ledger:
             if ledger.paused:
                 ledger.resume_prefills([request_id for request_id in ids if request_id not in self._stepping
-                                        and not self._waits_for_files(_indices(ledger.sequence(request_id)))])
+                                        and not self._waits_for_files(_indices(ledger, ledger.sequence(request_id)))])
             candidates: dict[int, Indices] = {}
             for request_id in ids:
                 sequence = ledger.sequence(request_id)
-                indices = _indices(sequence)
+                indices = _indices(ledger, sequence)
                 if not (request_id in ledger.paused or sequence.must_report or sequence.must_preempt or self._waits_for_files(indices)):
                     candidates[request_id] = indices
         for group in range(len(self.layout.groups)):
@@ -124,9 +126,13 @@ class Readiness(TierCore):
             for request_id, indices in candidates.items():
                 found = ledger.sequences.get(request_id)
                 # While we waited a copy may have failed, or another thread may have ended the sequence: then it is left out.
-                if found is not None and not found.must_report and not found.must_preempt and _indices(found) == indices:
+                if found is not None and not found.must_report and not found.must_preempt and _is_within(
+                        _indices(ledger, found), indices):
                     ledger.deliver(found)
                     ready.append(request_id)
+                    if self._poison is not None:
+                        with self._device.on_engine(stream):
+                            self._poison.fill(found)
                     self._stepping[request_id] = self._stepping.get(request_id, 0) + 1
         try:
             yield ready
@@ -142,14 +148,14 @@ class Readiness(TierCore):
             self._submit()
             with self.locked() as ledger:
                 sequence = ledger.sequence(request_id)
-                indices = _indices(sequence)
+                indices = _indices(ledger, sequence)
                 if not self._has_arrived(indices):
                     return None
                 self._drain()  # what ended between the first drain and now
                 if sequence.must_preempt:
                     raise CapacityError(f"request {request_id}: a block that could not be read cannot be replaced, no primary block is "
                                         "free; remove this sequence and admit it again", 1, 0, [request_id])
-                if _indices(sequence) == indices:
+                if _is_within(_indices(ledger, sequence), indices):
                     ledger.deliver(sequence)
                     return sequence.computed
 
@@ -184,6 +190,12 @@ def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(deadline - time.monotonic(), 0.0)
 
 
-def _indices(sequence: ActiveSequence) -> Indices:
+def _indices(ledger: Ledger, sequence: ActiveSequence) -> Indices:
+    """The sequence's blocks, and those that have to arrive before it is known whether what it reuses was computed from anything."""
     return [[block.index for beam in range(len(row.other_beams) + 1) for block in row.beam(beam) if block.id >= 0]
-            for row in sequence.rows]
+            + awaited_slots(ledger, sequence, row.group) for row in sequence.rows]
+
+
+def _is_within(indices: Indices, others: Indices) -> bool:
+    """Whether nothing has to be waited for but what was waited for already: what it depends on may have been confirmed meanwhile."""
+    return indices == others or all(set(row) <= set(other) for row, other in zip(indices, others, strict=True))

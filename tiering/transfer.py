@@ -25,6 +25,7 @@ from kvtier.tiering.copy_batch import CopyBatch, FaultPoint
 from kvtier.tiering.debug_path import DebugPath
 from kvtier.tiering.file_workers import BlockStore, FileWorkers, cancelled
 from kvtier.tiering.ledger.moves import Discard, Move
+from kvtier.tiering.order_check import OrderCheck
 from kvtier.tiering.staging import StagingPool
 from kvtier.tiering.transfer_graph import NodeState, TransferGraph, TransferNode, Work
 from kvtier.tiering.transfer_results import CompletionQueue, MoveResult, TransferCounters
@@ -50,14 +51,15 @@ class TransferManager:
         read_threads: file reads at once.
         staging_blocks: blocks per group that may be between file and slot at once.
         debug: the way through files of a request's own; None without one. It is started and closed here.
+        check_order: look at the order of all accesses a second time; LedgerError where nothing orders two of them.
 
     Raises:
         ConfigError: fewer than one read thread or staging block, or no memory for the staging blocks.
     """
 
     def __init__(self, device: Device, pools: Sequence[GroupPools], store: BlockStore | None, *,
-                 faults: FaultPoint | None = None, read_threads: int = 2, staging_blocks: int = 4,
-                 debug: DebugPath | None = None) -> None:
+                 faults: FaultPoint | None = None, read_threads: int = 2, staging_blocks: int = 4, debug: DebugPath | None = None,
+                 check_order: bool = False) -> None:
         if read_threads < 1 or staging_blocks < 1:
             raise ConfigError(f"read_threads={read_threads}, staging_blocks={staging_blocks}: both must be at least 1, "
                               "or nothing would ever be read from NVMe")
@@ -67,6 +69,7 @@ class TransferManager:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._graph = TransferGraph(len(pools))
+        self._check = OrderCheck() if check_order else None
         self._open: dict[int, CopyBatch] = {}
         self._ready: list[TransferNode] = []
         self._completed = CompletionQueue([pool.group for pool in pools])
@@ -109,6 +112,8 @@ class TransferManager:
         """
         nodes = [self._node(record) for record in records]
         with self._lock:
+            if self._check is not None:
+                self._check.raise_if_violated()
             if self._closing:
                 raise TransferError("transfers are closed; no Move can be issued any more")
             self._outstanding += len(nodes)
@@ -153,6 +158,8 @@ class TransferManager:
         files = self._debug if node.is_debugged else self._files
         assert files is not None
         if not self._closing:
+            if self._check is not None:
+                self._check.file(node)
             files.put(node)
             return
         node.error = cancelled(node)
@@ -192,6 +199,8 @@ class TransferManager:
             return
         self._sequence += 1
         event = batch.stream.submit(batch.run, tuple(batch.after), lambda event: self._copies_over(batch, event))
+        if self._check is not None:
+            self._check.copies(batch, event)
         for node in batch.nodes:
             node.event = event
             node.stream = batch.stream
@@ -332,8 +341,11 @@ class TransferManager:
         """
         deadline = _deadline(timeout)
         with self._lock:
+            indices = list(indices)
             nodes = self._graph.pending(group, indices)
+            since = 0 if self._check is None else self._check.num_uses
             if not nodes:
+                self._engine_begins((), group, indices, since)
                 return True
             if not self._wait_locked(nodes, _is_on_a_stream, deadline):
                 return False
@@ -344,6 +356,7 @@ class TransferManager:
                         and (node.stream not in last or last[node.stream].sequence < node.sequence):
                     last[node.stream] = node
             events = [node.event for node in last.values() if node.event is not None]
+            self._engine_begins(events, group, indices, since)
         if not self._device.engine_waits(engine_stream, events, _left(deadline)):
             return False
         if not all(event.is_done() for event in events):
@@ -354,12 +367,20 @@ class TransferManager:
     def order_after_engine(self, engine_stream: EngineStream | None) -> None:
         """Copies issued from now on wait for what the engine has enqueued so far."""
         event = self._device.engine_event(engine_stream)
+        if self._check is not None:
+            with self._lock:
+                self._check.engine_ends((self._offload.name, self._onboard.name), event.is_done())
         if event.is_done():
             return
         with self._lock:
             if not self._closing:
                 for stream in (self._offload, self._onboard):
                     stream.submit(_nothing, (event,))
+
+    def _engine_begins(self, events: Iterable[Event], group: int, indices: Iterable[PoolIndex], since: int) -> None:
+        if self._check is not None:
+            self._check.engine_begins(events, [(group, index) for index in indices], since)
+            self._check.raise_if_violated()
 
     def _wait_locked(self, nodes: list[TransferNode], reached: Callable[[TransferNode], bool], deadline: float | None) -> bool:
         """Wait until all nodes have reached a state. Lock held, and given up while waiting."""
@@ -387,6 +408,12 @@ class TransferManager:
         """Counters by "source->destination" level names, such as ``"secondary->primary"``; routes never used are absent."""
         with self._lock:
             return self._completed.counters()
+
+    def verify(self) -> None:
+        """With ``check_order``, raise LedgerError when nothing ordered two uses of a slot."""
+        if self._check is not None:
+            with self._lock:
+                self._check.raise_if_violated()
 
     @property
     def failed_discards(self) -> int:

@@ -1,99 +1,19 @@
-"""Known answers of an existing KV cache manager, through the public names (policy "lru", no backings, threshold 30).
-
-Conventions: 4 tokens per block; ``pos`` is what was prepopulated right after adding; ids of blocks follow from: queues start in
-id order, a sequence's tail is released before its head, what is not in the tree is taken first.
-"""
+"""Known answers of an existing KV cache manager, through the public names. Conventions: see ``case_cache``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
+from case_cache import CaseCache, Make
 
 from kvtier import (
     CapacityError,
-    KVCacheManager,
-    KVLayout,
-    Level,
     MultimodalItem,
     Request,
     RequestError,
     RetentionConfig,
-    TierConfig,
     TokenRange,
     UnknownBlock,
 )
-
-LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=8, dtype="float32", tokens_per_block=4)
-
-
-class Cache:
-    """A manager with the verbs of the cases."""
-
-    def __init__(self, primary: int, secondary: int = 0, **settings: object) -> None:
-        values: dict[str, object] = {"policy": "lru", "keep_backing": False, "secondary_offload_min_priority": 30} | settings
-        self.manager = KVCacheManager(LAYOUT, TierConfig(primary=f"{primary} blocks", secondary=f"{secondary} blocks", **values))
-        self.lengths: dict[int, int] = {}
-
-    def add(self, request_id: int, tokens: list[int], **keywords: object) -> int:
-        return self.add_batch([Request(request_id, tokens, **keywords)])[0]
-
-    def add_batch(self, requests: list[Request]) -> list[int]:
-        admissions = self.manager.add_sequences(requests)
-        self.manager.verify()
-        self.lengths |= {request.id: request.num_tokens for request in requests}
-        return [admission.prepopulated_tokens for admission in admissions]
-
-    def ids(self, request_id: int) -> list[int]:
-        return self.manager.block_ids(request_id)
-
-    def append(self, request_id: int, *tokens: int) -> None:
-        self.computed(request_id)
-        for token in tokens:
-            self.manager.append_tokens(request_id, [token])
-
-    def computed(self, request_id: int) -> None:
-        """The prompt has been computed."""
-        length = self.lengths.pop(request_id, None)
-        if length is not None:
-            self.manager.mark_computed(request_id, length)
-
-    def store(self, request_id: int) -> None:
-        self.computed(request_id)
-        self.manager.store_context(request_id)
-        self.manager.verify()
-
-    def release(self, *request_ids: int) -> None:
-        for request_id in request_ids:
-            self.computed(request_id)
-            self.manager.remove_sequence(request_id, store=True)
-            self.manager.verify()
-
-    def drop(self, request_id: int) -> None:
-        self.lengths.pop(request_id, None)
-        self.manager.remove_sequence(request_id, store=False)
-
-    @property
-    def free(self) -> int:
-        return self.manager.num_free_blocks(Level.PRIMARY)
-
-    def events(self) -> list[object]:
-        self.manager.flush_events()
-        return [event.data for event in self.manager.poll_events()]
-
-
-@pytest.fixture
-def make() -> Iterator[type[Cache]]:
-    made: list[Cache] = []
-
-    class Tracked(Cache):
-        def __init__(self, primary: int, secondary: int = 0, **settings: object) -> None:
-            super().__init__(primary, secondary, **settings)
-            made.append(self)
-
-    yield Tracked
-    for cache in made:
-        cache.manager.close()
 
 
 def keep(*ranges: tuple[int, int | None, int], decode: int = 35) -> RetentionConfig:
@@ -107,7 +27,7 @@ def test_case_A7_bad_retention_ranges_are_refused(ranges: list[tuple[int, int | 
 
 
 @pytest.mark.parametrize(("priority", "goes_down"), [(35, True), (5, False), (30, True), (29, False)])
-def test_case_A4_what_is_evicted_goes_down_from_the_threshold_on(make: type[Cache], priority: int, goes_down: bool) -> None:
+def test_case_A4_what_is_evicted_goes_down_from_the_threshold_on(make: Make, priority: int, goes_down: bool) -> None:
     cache = make(8, 4)
     cache.add(0, list(range(5)), retention=keep((0, None, priority), decode=priority))
     cache.release(0)
@@ -123,7 +43,7 @@ def test_case_A4_what_is_evicted_goes_down_from_the_threshold_on(make: type[Cach
 PROMPT = [100, 101, 102, 103, 104, 105, 0, 1, 2]
 
 
-def test_case_D3_extra_ids_separate_blocks(make: type[Cache]) -> None:
+def test_case_D3_extra_ids_separate_blocks(make: Make) -> None:
     cache = make(16)
     assert cache.add(0, PROMPT, extra_ids=[1, 1, 2, 2, 3, 3, 0, 0, 0]) == 0
     cache.append(0, 3, 4)
@@ -135,7 +55,7 @@ def test_case_D3_extra_ids_separate_blocks(make: type[Cache]) -> None:
     assert cache.add(3, PROMPT, extra_ids=[1, 1, 2, 2, 4, 4, 0, 0, 0]) == 4
 
 
-def test_case_D3_multimodal_content_separates_blocks(make: type[Cache]) -> None:
+def test_case_D3_multimodal_content_separates_blocks(make: Make) -> None:
     cache = make(16)
     one, two, three = (bytes([n]) * 32 for n in (1, 2, 3))
     steps = [([MultimodalItem(one, [(2, 4)])], 0, [0, 1, 2]), ([MultimodalItem(one, [(2, 4)])], 8, [0, 1, 3]),
@@ -149,7 +69,7 @@ def test_case_D3_multimodal_content_separates_blocks(make: type[Cache]) -> None:
         cache.release(request_id)
 
 
-def test_case_D3_adapters_separate_blocks(make: type[Cache]) -> None:
+def test_case_D3_adapters_separate_blocks(make: Make) -> None:
     cache = make(16)
     for request_id, lora, expected in [(0, 0, 0), (1, 0, 8), (2, 1, 0), (3, None, 0)]:
         assert cache.add(request_id, PROMPT, lora_id=lora) == expected
@@ -157,7 +77,7 @@ def test_case_D3_adapters_separate_blocks(make: type[Cache]) -> None:
         cache.release(request_id)
 
 
-def test_case_D3_adapter_and_extra_ids_combine(make: type[Cache]) -> None:
+def test_case_D3_adapter_and_extra_ids_combine(make: Make) -> None:
     cache = make(16)
     for request_id, lora in ((0, 1), (1, 2)):
         assert cache.add(request_id, PROMPT, lora_id=lora, extra_ids=[1, 1, 2, 2, 3, 3, 0, 0, 0]) == 0
@@ -168,7 +88,7 @@ def test_case_D3_adapter_and_extra_ids_combine(make: type[Cache]) -> None:
     assert cache.ids(2)[0] != cache.ids(3)[0]
 
 
-def test_case_D3_salts_separate_blocks(make: type[Cache]) -> None:
+def test_case_D3_salts_separate_blocks(make: Make) -> None:
     cache = make(16)
     steps = [(None, 0, [0, 1, 2]), ("tenant-A", 0, [3, 4, 5]), ("tenant-A", 8, [3, 4, 6]), ("tenant-B", 0, [6, 7, 8]), (None, 8, [0, 1, 9])]
     for request_id, (salt, pos, ids) in enumerate(steps):
@@ -178,7 +98,7 @@ def test_case_D3_salts_separate_blocks(make: type[Cache]) -> None:
         cache.release(request_id)
 
 
-def test_case_D4_statistics_of_a_request(make: type[Cache]) -> None:
+def test_case_D4_statistics_of_a_request(make: Make) -> None:
     cache = make(16)
     first = cache.manager.add_sequence(Request(0, list(range(9))))
     assert (first.total_blocks, first.new_blocks, first.reused_blocks, first.missed_blocks) == (3, 3, 0, 3)
@@ -189,19 +109,19 @@ def test_case_D4_statistics_of_a_request(make: type[Cache]) -> None:
     assert cache.manager.request_stats(1).hit_rate == pytest.approx(2 / 3)
 
 
-def test_case_D6_pinned_blocks_are_not_free_until_released(make: type[Cache]) -> None:
+def test_case_D6_pinned_blocks_are_not_free_until_released(make: Make) -> None:
     cache = make(4)
     cache.add(0, list(range(8)))
     lease = cache.manager.pin(0)
     cache.release(0)
-    assert cache.free < 4
+    assert cache.free() < 4
     assert cache.manager.stats().leases == 1
     lease.release()
-    assert cache.free == 4
+    assert cache.free() == 4
     assert cache.manager.stats().leases == 0
 
 
-def test_case_D8_a_block_has_its_range_s_priority_and_unknown_ids_are_errors(make: type[Cache]) -> None:
+def test_case_D8_a_block_has_its_range_s_priority_and_unknown_ids_are_errors(make: Make) -> None:
     cache = make(4)
     cache.add(0, list(range(8)), retention=keep((0, None, 80)))
     assert {cache.manager.block(block_id).priority for block_id in cache.ids(0)} == {80}
@@ -210,7 +130,7 @@ def test_case_D8_a_block_has_its_range_s_priority_and_unknown_ids_are_errors(mak
             cache.manager.block(unknown)
 
 
-def test_case_E1_low_priorities_are_evicted_first(make: type[Cache]) -> None:
+def test_case_E1_low_priorities_are_evicted_first(make: Make) -> None:
     cache = make(4)
     cache.add(0, list(range(8)), retention=keep((0, 4, 90), (4, 8, 10)))
     cache.add(1, list(range(8, 16)))
@@ -219,30 +139,30 @@ def test_case_E1_low_priorities_are_evicted_first(make: type[Cache]) -> None:
     cache.release(2)
     assert cache.add(3, list(range(8, 16))) == 4
     cache.release(3)
-    assert cache.free == 4
+    assert cache.free() == 4
     assert cache.add(4, list(range(8))) == 4
     cache.release(4)
     assert cache.add(5, list(range(16, 24))) == 0
 
 
-def test_case_E2_generated_blocks_have_the_decode_priority(make: type[Cache]) -> None:
+def test_case_E2_generated_blocks_have_the_decode_priority(make: Make) -> None:
     cache = make(8)
     cache.add(0, list(range(12)), retention=keep((0, None, 90), decode=90))
-    assert cache.free == 5
+    assert cache.free() == 5
     cache.append(0, 77)
-    assert cache.free == 4
+    assert cache.free() == 4
     cache.add(1, list(range(12, 24)), retention=keep((0, None, 5), decode=5))
-    assert cache.free == 1
+    assert cache.free() == 1
     cache.append(1, 77)
-    assert cache.free == 0
+    assert cache.free() == 0
     cache.release(0, 1)
-    assert cache.free == 8
+    assert cache.free() == 8
     cache.add(2, list(range(24, 36)))
     cache.release(2)
     assert cache.add(3, list(range(12))) == 11
 
 
-def test_case_E7_a_leaf_is_reused_in_place(make: type[Cache]) -> None:
+def test_case_E7_a_leaf_is_reused_in_place(make: Make) -> None:
     cache = make(4)
     cache.add(0, [0, 1, 2, 3])
     cache.store(0)
@@ -254,15 +174,15 @@ def test_case_E7_a_leaf_is_reused_in_place(make: type[Cache]) -> None:
     cache.add(2, twelve)
     cache.release(1, 2)
     assert cache.add(3, twelve) == 11
-    assert cache.free == 1
+    assert cache.free() == 1
     cache.append(3, 5)
-    assert cache.free == 0
+    assert cache.free() == 0
     with pytest.raises(CapacityError) as error:
         cache.add(4, [9])
     assert (error.value.needed, error.value.available, error.value.preempt) == (1, 0, (3,))
 
 
-def seeded(make: type[Cache], *prompts: list[int]) -> Cache:
+def seeded(make: Make, *prompts: list[int]) -> CaseCache:
     cache = make(16)
     for number, prompt in enumerate(prompts):
         cache.add(100 + number, prompt)
@@ -270,33 +190,33 @@ def seeded(make: type[Cache], *prompts: list[int]) -> Cache:
     return cache
 
 
-def test_case_F1_of_two_partial_matches_the_last_keeps_the_block(make: type[Cache]) -> None:
+def test_case_F1_of_two_partial_matches_the_last_keeps_the_block(make: Make) -> None:
     cache = seeded(make, list(range(7)))
     assert cache.add_batch([Request(0, [0, 1, 2, 3, 4, 10]), Request(1, [0, 1, 2, 3, 4, 20])]) == [5, 5]
     assert cache.ids(1)[1] == 1
     assert cache.ids(0)[1] != 1
 
 
-def test_case_F3_a_full_match_beats_a_partial_one(make: type[Cache]) -> None:
+def test_case_F3_a_full_match_beats_a_partial_one(make: Make) -> None:
     cache = seeded(make, list(range(9)))
     assert cache.add_batch([Request(0, [*range(7), 10]), Request(1, list(range(9)))]) == [7, 8]
     assert cache.ids(1)[:2] == [0, 1]
     assert cache.ids(0)[1] != 1
 
 
-def test_case_F6_two_copies_of_one_inner_block(make: type[Cache]) -> None:
+def test_case_F6_two_copies_of_one_inner_block(make: Make) -> None:
     cache = seeded(make, list(range(8)), [0, 1, 2, 3, 10, 11, 12, 13])
     assert cache.add_batch([Request(0, [0, 1, 2, 50]), Request(1, [0, 1, 60, 70])]) == [3, 2]
     assert [len(cache.ids(request_id)) for request_id in (0, 1)] == [1, 1]
     cache.release(0, 1)
-    assert cache.free == 16
+    assert cache.free() == 16
 
 
 def kinds(events: list[object]) -> list[str]:
     return [type(event).__name__ for event in events]
 
 
-def test_case_H1_the_event_stream(make: type[Cache]) -> None:
+def test_case_H1_the_event_stream(make: Make) -> None:
     cache = make(8, 2, event_buffer_max_size=1024)
     created = cache.events()
     assert kinds(created) == ["Created"]
@@ -343,7 +263,7 @@ def test_case_H1_the_event_stream(make: type[Cache]) -> None:
     assert kinds(cache.events())[0] == "Stored"
 
 
-def test_case_H1_event_ids_ascend_by_one(make: type[Cache]) -> None:
+def test_case_H1_event_ids_ascend_by_one(make: Make) -> None:
     cache = make(8, 2)
     for request_id in range(6):
         cache.add(request_id, [request_id, *range(20, 31)])
@@ -354,7 +274,7 @@ def test_case_H1_event_ids_ascend_by_one(make: type[Cache]) -> None:
     assert len(ids) > 6
 
 
-def test_case_H4_polling_blocks_until_events_come_and_is_empty_without_a_buffer(make: type[Cache]) -> None:
+def test_case_H4_polling_blocks_until_events_come_and_is_empty_without_a_buffer(make: Make) -> None:
     silent = make(8, event_buffer_max_size=0)
     silent.add(0, list(range(8)))
     silent.store(0)

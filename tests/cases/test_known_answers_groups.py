@@ -1,86 +1,16 @@
 """Known answers of an existing KV cache manager for windows, beams, recurrent layers and several groups, through the public names.
 
-Conventions as in ``test_known_answers.py``: policy "lru", no backings, threshold 30.
+Conventions: see ``case_cache``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
+from case_cache import CaseCache, Make, attention
 
-from kvtier import CapacityError, KVCacheManager, KVLayout, LayerSpec, Level, Request, RequestError, TierConfig
+from kvtier import CapacityError, LayerSpec, Request, RequestError
 
 A = list(range(1000, 1011))
-
-
-def attention(window: int | None = None) -> LayerSpec:
-    return LayerSpec.attention(num_kv_heads=1, head_dim=8, window=window)
-
-
-class Cache:
-    """A manager with the verbs of the cases."""
-
-    def __init__(self, layers: list[LayerSpec], primary: object, *, tokens_per_block: int = 4, **settings: object) -> None:
-        values: dict[str, object] = {"policy": "lru", "keep_backing": False, "secondary_offload_min_priority": 30,
-                                     "secondary": "0 blocks"} | settings
-        layout = KVLayout(layers=layers, dtype="float32", tokens_per_block=tokens_per_block)
-        self.manager = KVCacheManager(layout, TierConfig(primary=primary, **values))
-        self.lengths: dict[int, int] = {}
-
-    def add(self, request_id: int, tokens: list[int], **keywords: object) -> int:
-        """Prepopulated tokens."""
-        admission = self.manager.add_sequence(Request(request_id, tokens, **keywords))
-        self.manager.verify()
-        self.lengths[request_id] = len(tokens)
-        return admission.prepopulated_tokens
-
-    def computed(self, request_id: int) -> None:
-        length = self.lengths.pop(request_id, None)
-        if length is not None:
-            self.manager.mark_computed(request_id, length)
-
-    def append(self, request_id: int, *tokens: int) -> None:
-        self.computed(request_id)
-        for token in tokens:
-            self.manager.append_tokens(request_id, [token])
-        self.manager.verify()
-
-    def store(self, request_id: int) -> None:
-        self.computed(request_id)
-        self.manager.store_context(request_id)
-        self.manager.verify()
-
-    def release(self, *request_ids: int) -> None:
-        for request_id in request_ids:
-            self.computed(request_id)
-            self.manager.remove_sequence(request_id, store=True)
-            self.manager.verify()
-
-    def drop(self, *request_ids: int) -> None:
-        for request_id in request_ids:
-            self.lengths.pop(request_id, None)
-            self.manager.remove_sequence(request_id, store=False)
-            self.manager.verify()
-
-    def free(self, group: int = 0) -> int:
-        return self.manager.num_free_blocks(Level.PRIMARY, group=group)
-
-
-Make = Callable[..., Cache]
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    made: list[Cache] = []
-
-    def build(*arguments: object, **settings: object) -> Cache:
-        made.append(Cache(*arguments, **settings))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield build
-    for cache in made:
-        cache.manager.close()
 
 
 # -- D1: beams -----------------------------------------------------------------------------------------------------------
@@ -88,7 +18,7 @@ def make() -> Iterator[Make]:
 
 @pytest.mark.parametrize(("prompt", "free", "distinct"), [(191, 14, 10), (192, 21, 3)])
 def test_case_D1_the_blocks_of_eight_beams(make: Make, prompt: int, free: int, distinct: int) -> None:
-    cache = make([attention()], "24 blocks", tokens_per_block=64, enable_block_reuse=False, max_beam_width=8, max_seq_len=512)
+    cache = make(24, layers=[attention()], tokens_per_block=64, enable_block_reuse=False, max_beam_width=8, max_seq_len=512)
     cache.add(0, list(range(prompt)), beam_width=8)
     assert cache.free() == free
     rows = [cache.manager.block_ids(0, beam=beam) for beam in range(8)]
@@ -102,7 +32,7 @@ def test_case_D1_the_blocks_of_eight_beams(make: Make, prompt: int, free: int, d
 
 
 def test_case_D1_a_third_sequence_and_an_id_in_use_are_refused(make: Make) -> None:
-    cache = make([attention()], "24 blocks", tokens_per_block=64, enable_block_reuse=False, max_beam_width=8, max_seq_len=512)
+    cache = make(24, layers=[attention()], tokens_per_block=64, enable_block_reuse=False, max_beam_width=8, max_seq_len=512)
     for number in range(2):
         cache.add(number, list(range(191)), beam_width=8)
     with pytest.raises(RequestError):
@@ -116,7 +46,7 @@ def test_case_D1_a_third_sequence_and_an_id_in_use_are_refused(make: Make) -> No
 
 
 def test_case_H5_events_of_two_windows(make: Make) -> None:
-    cache = make([attention(12), attention(16)], ["4 blocks", "8 blocks"], secondary="2 blocks", max_seq_len=128)
+    cache = make(["4 blocks", "8 blocks"], layers=[attention(12), attention(16)], secondary=2, max_seq_len=128)
     cache.manager.flush_events()
     created = cache.manager.poll_events()
     assert [(event.group, event.data.num_blocks_per_level) for event in created] == [(0, (4, 2)), (1, (8, 2))]
@@ -127,7 +57,7 @@ def test_case_H5_events_of_two_windows(make: Make) -> None:
 
 
 def test_case_C4_what_one_group_drops_the_others_keep(make: Make) -> None:
-    cache = make([attention(8), attention()], ["3 blocks", "12 blocks"], max_seq_len=128)
+    cache = make(["3 blocks", "12 blocks"], layers=[attention(8), attention()], max_seq_len=128)
     cache.add(0, list(range(9)))
     cache.release(0)
     cache.add(1, list(range(100, 109)))
@@ -142,8 +72,8 @@ def test_case_C4_what_one_group_drops_the_others_keep(make: Make) -> None:
 # -- I: sliding windows ----------------------------------------------------------------------------------------------------
 
 
-def with_a(make: Make, primary: int) -> Cache:
-    cache = make([attention(8)], f"{primary} blocks", max_seq_len=128)
+def with_a(make: Make, primary: int) -> CaseCache:
+    cache = make(primary, layers=[attention(8)], max_seq_len=128)
     cache.add(0, A)
     cache.store(0)
     cache.append(0, 1011)
@@ -186,7 +116,7 @@ def test_case_I7_out_of_the_window_in_a_what_if(make: Make) -> None:
 
 
 def test_case_I9_stored_and_pinned(make: Make) -> None:
-    cache = make([attention(8)], "6 blocks", max_seq_len=128)
+    cache = make(6, layers=[attention(8)], max_seq_len=128)
     cache.add(0, A)
     cache.store(0)
     cache.drop(0)
@@ -201,7 +131,7 @@ def test_case_I9_stored_and_pinned(make: Make) -> None:
 
 
 def test_case_I12_a_window_smaller_than_a_block(make: Make) -> None:
-    cache = make([attention(3)], "16 blocks", enable_block_reuse=False, max_seq_len=128)
+    cache = make(16, layers=[attention(3)], enable_block_reuse=False, max_seq_len=128)
     cache.add(0, [1, 2])
     assert cache.manager.block_ids(0) == [0]
     length = 2
@@ -214,7 +144,7 @@ def test_case_I12_a_window_smaller_than_a_block(make: Make) -> None:
 
 
 def test_case_I15_a_shared_head(make: Make) -> None:
-    cache = make([attention(8)], "12 blocks", max_seq_len=128)
+    cache = make(12, layers=[attention(8)], max_seq_len=128)
     head = [1, 2, 3, 4, 5, 6]
     for number, suffix in enumerate(([10, 11, 12], [20, 21, 22], [10, 11, 12], [10, 11, 12])):
         reused = cache.add(number, [*head, *suffix])
@@ -230,7 +160,7 @@ def test_case_J2_remaining_to_completion(make: Make) -> None:
     request = Request(0, list(range(1024)), max_new_tokens=128)
     for layers, tokens_per_block, chunk, blocks in (([attention()], 1, None, 1152), ([attention()], 64, None, 18),
                                                     ([attention(128)], 64, 16384, 18)):
-        cache = make(layers, "8 blocks", tokens_per_block=tokens_per_block, chunk_size=chunk, max_seq_len=2048)
+        cache = make(8, layers=layers, tokens_per_block=tokens_per_block, chunk_size=chunk, max_seq_len=2048)
         assert cache.manager.remaining_blocks_to_completion(request) == blocks
 
 
@@ -240,7 +170,7 @@ def test_case_J2_remaining_to_completion(make: Make) -> None:
     (298, 0, 3, False, 0),
 ])
 def test_case_J3_needed_in_one_step(make: Make, prompt: int, generated: int | None, draft: int, two_steps: bool, blocks: int) -> None:
-    cache = make([attention(512)], "80 blocks", tokens_per_block=16, max_seq_len=2048)
+    cache = make(80, layers=[attention(512)], tokens_per_block=16, max_seq_len=2048)
     request = Request(0, list(range(prompt)), max_new_tokens=500, num_draft_tokens=draft)
     if generated is None:
         assert cache.manager.needed_blocks_one_step(request) == blocks
@@ -258,7 +188,7 @@ def test_case_J3_needed_in_one_step(make: Make, prompt: int, generated: int | No
 @pytest.mark.parametrize(("prompt", "beams", "blocks"), [(100, 1, 1), (96, 1, 1), (100, 3, 3), (96, 3, 1)])
 def test_case_recurrent_layers_without_reuse_hold_one_block_or_one_for_each_beam(make: Make, prompt: int, beams: int, blocks: int) -> None:
     layer = LayerSpec.recurrent(state_bytes=4096, snapshot_interval=64)
-    cache = make([layer], "24 blocks", tokens_per_block=32, enable_block_reuse=False, max_beam_width=3, max_seq_len=512)
+    cache = make(24, layers=[layer], tokens_per_block=32, enable_block_reuse=False, max_beam_width=3, max_seq_len=512)
     cache.add(0, list(range(prompt)), beam_width=beams)
     assert cache.free() == 24 - blocks
     last = (prompt - 1) // 32
@@ -272,7 +202,7 @@ def test_case_recurrent_layers_without_reuse_hold_one_block_or_one_for_each_beam
 
 def test_case_recurrent_layers_grow_with_their_last_block(make: Make) -> None:
     layer = LayerSpec.recurrent(state_bytes=4096, snapshot_interval=64)
-    cache = make([layer], "24 blocks", tokens_per_block=32, enable_block_reuse=False, max_seq_len=512)
+    cache = make(24, layers=[layer], tokens_per_block=32, enable_block_reuse=False, max_seq_len=512)
     cache.add(0, list(range(60)))
     cache.append(0, *range(100))
     ids = cache.manager.block_ids(0)
@@ -281,7 +211,7 @@ def test_case_recurrent_layers_grow_with_their_last_block(make: Make) -> None:
 
 def test_case_recurrent_layers_with_reuse_match_down_to_a_snapshot(make: Make) -> None:
     layer = LayerSpec.recurrent(state_bytes=4096, snapshot_interval=64)
-    cache = make([attention(), layer], "24 blocks", tokens_per_block=32, max_seq_len=512)
+    cache = make(24, layers=[attention(), layer], tokens_per_block=32, max_seq_len=512)
     prompt = list(range(163))
     cache.add(0, prompt)
     assert [position for position, block_id in enumerate(cache.manager.block_ids(0, group=1)) if block_id >= 0] == [1, 3, 4, 5]

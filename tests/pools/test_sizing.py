@@ -107,6 +107,36 @@ def test_blocks_are_of_each_group_and_lists_are_per_group() -> None:
     assert sizes == PoolSizes((8, 8), (4, 2), (0, 0))
 
 
+@pytest.mark.parametrize("level", ["primary", "secondary", "nvme"])
+@pytest.mark.parametrize("given", [["4 blocks"], ("1GiB",), ["1 block"] * 3])
+def test_a_list_names_every_group(level: str, given: object) -> None:
+    """Also a list of one: it is not a size for all."""
+    sizes: dict[str, object] = {"primary": "8 blocks", "secondary": "8 blocks", "nvme": "8 blocks", level: given}
+    with pytest.raises(ConfigError, match=rf"{level}: {len(given)} sizes for 2 groups; give one for all, not in a list"):  # type: ignore[arg-type]
+        resolve_sizes(two_groups(), sizes["primary"], sizes["secondary"], sizes["nvme"], PLENTY)
+
+
+def test_an_encoders_blocks_have_no_lower_level(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing of cross-attention is ever stored, so nothing of it goes down: its part of a lower level is the others'."""
+    layout = KVLayout([LayerSpec.attention(1, 8), LayerSpec.cross(1, 8)], "float32", 4)
+    assert resolve_sizes(layout, "8 blocks", "4 blocks", "2 blocks", PLENTY) == PoolSizes((8, 8), (4, 0), (2, 0))
+    assert resolve_sizes(layout, "8 blocks", "8192 B", "16384 B", PLENTY) == PoolSizes((8, 8), (2, 0), (2, 0))
+    assert resolve_sizes(layout, "8 blocks", "8192 B", "0 blocks", PLENTY, [0.25, 0.75]).secondary == (2, 0)
+    assert not caplog.records
+    assert resolve_sizes(layout, "8 blocks", ["4 blocks", "3 blocks"], "0 blocks", PLENTY).secondary == (4, 0)
+    assert "'3 blocks' for group 1, which is cross-attention" in caplog.text
+    with pytest.raises(ConfigError, match="gives group 0 no block"):
+        resolve_sizes(layout, "1 KiB", "0 blocks", "0 blocks", PLENTY, [0.0, 1.0])
+
+
+@pytest.mark.parametrize("text", ["9" * 5000 + " blocks", "1." + "0" * 5000 + " GiB", "9" * 5000, 10**5000, -(10**5000),
+                                  "9" * 5000 + " foo", "9" * 4301 + "%"], ids=[str(number) for number in range(7)])
+def test_a_size_of_thousands_of_digits_is_refused_in_a_few_words(text: object) -> None:
+    with pytest.raises(ConfigError, match="primary=") as refused:
+        parse_size(text, "primary")
+    assert len(str(refused.value)) < 600
+
+
 def test_slots_below_primary_are_padded_and_nvme_has_a_header() -> None:
     group = one_group().groups[0]
     assert [slot_bytes(group, level) for level in (PRIMARY, SECONDARY, NVME)] == [512, 4096, 8192]

@@ -45,7 +45,8 @@ def make_cache(layout: KVLayout, store_directory: Path) -> Iterator[Callable[...
 
     def make(primary: Any = 8, secondary: Any = 4, nvme: Any = 0, *, model: str | None = MODEL, layout: KVLayout = layout,
              **settings: Any) -> KVCacheManager:
-        settings = {"nvme_directory": store_directory if nvme else None, "nvme_free_space_reserve": "1MiB", "max_seq_len": 512, **settings}
+        settings = {"nvme_directory": store_directory if nvme else None, "nvme_free_space_reserve": "1MiB", "max_seq_len": 512,
+                    "debug_checks": True, **settings}
         config = kvtier.TierConfig(primary=in_blocks(primary), secondary=in_blocks(secondary), nvme=in_blocks(nvme), **settings)
         cache = kvtier.KVCacheManager(layout, config, device="cpu", model=model)
         made.append(cache)

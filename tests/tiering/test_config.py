@@ -173,6 +173,15 @@ def test_a_value_that_cannot_be_used_says_key_limit_and_remedy(settings: dict[st
         TierConfig(**settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("settings", [{"max_tokens": 10**5000}, {"primary": [10**5000]}, {"group_shares": [10**5000]},
+                                      {"write_ahead_share": -(10**5000)}, {"policy": 10**5000}, {"nvme_free_space_reserve": 10**5000}],
+                         ids=lambda settings: next(iter(settings)))
+def test_a_number_of_thousands_of_digits_is_a_config_error(settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="a number of thousands of digits") as refused:
+        TierConfig(**settings)  # type: ignore[arg-type]
+    assert len(str(refused.value)) < 600
+
+
 def test_all_bad_values_are_told_at_once() -> None:
     with pytest.raises(ConfigError, match=r"max_seq_len=0 .*; gds='x'"):
         TierConfig(max_seq_len=0, gds="x")  # type: ignore[arg-type]

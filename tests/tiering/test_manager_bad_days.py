@@ -22,6 +22,30 @@ READ, WRITE, COPY = FaultOperation.READ, FaultOperation.WRITE, FaultOperation.CO
 # -- reads that fail -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ends_before", [True, False])
+def test_blocks_computed_by_an_engine_that_did_not_wait_are_lost_with_the_read(warm_cache: WarmCache, ends_before: bool) -> None:
+    """Whoever shares them meanwhile is told of fewer tokens, as after a bad read of its own."""
+    cache = warm_cache(fails(READ, 3), delays(READ, 0.1), primary=16)
+    prompt = [*PROMPT[:12], *range(20, 29)]
+    cache.add_sequence(Request(1, prompt))
+    cache.mark_computed(1, len(prompt))
+    cache.store_context(1)
+    if ends_before:
+        cache.remove_sequence(1)
+    assert cache.match(prompt).reusable_blocks == 5
+    shared = cache.add_sequence(Request(2, [*prompt, 30]))
+    assert shared.prepopulated_tokens >= 20
+    assert cache.wait_ready(2) == 0
+    assert cache.match(prompt).reusable_blocks == 0
+    cache.verify()
+    if not ends_before:
+        assert cache.wait_ready(1) == 0
+        cache.mark_computed(1, len(prompt))
+        cache.store_context(1)
+        assert cache.match(prompt).reusable_blocks == 5
+        cache.verify()
+
+
 def test_a_failed_read_is_a_miss_and_the_others_go_on(warm_cache: WarmCache) -> None:
     cache = warm_cache(fails(READ), primary=12)
     engine = ToyEngine(cache)

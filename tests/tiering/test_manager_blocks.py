@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -226,6 +228,18 @@ def test_looking_changes_nothing(make_cache: MakeCache) -> None:
     assert [cache.block(block_id) for block_id in range(28)] == order
     cache.flush_events()
     assert cache.poll_events() == []
+
+
+@pytest.mark.parametrize("keywords", [{"lora_id": 3}, {"cache_salt": ""}, {"extra_ids": [0] * 10}, {"skip_read": False}])
+def test_a_namespace_beside_a_request_is_refused(make_cache: MakeCache, keywords: dict[str, Any]) -> None:
+    """It would be ignored: the request has its own."""
+    cache = make_cache()
+    ToyEngine(cache).serve(Request(1, PROMPT))
+    request = Request(2, PROMPT)
+    for call in (lambda: cache.match(request, **keywords), lambda: cache.truncate(request, 0, **keywords)):
+        with pytest.raises(RequestError, match=f"{next(iter(keywords))} beside it"):
+            call()
+    assert cache.match(request, lora_id=None, cache_salt=None).reusable_blocks == 2
 
 
 def test_a_match_names_the_first_block_to_compute(make_cache: MakeCache) -> None:

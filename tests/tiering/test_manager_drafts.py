@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -227,6 +228,26 @@ def test_drafts_are_accepted_and_dropped_outside_a_running_step(make_cache: Make
             with pytest.raises(RequestError, match="running step"):
                 call()
     cache.accept_drafts(1, [1])
+
+
+def test_two_threads_that_accept_the_same_drafts_never_move_tokens_over_accepted_ones(
+        make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other thread comes between planning the moves and the step in which they are made."""
+    cache = make_cache(8, 0)
+    drafting(cache)
+    step = cache.step
+
+    def meanwhile(stream: None, ids: list[int]) -> AbstractContextManager[list[int]]:
+        monkeypatch.undo()
+        cache.accept_drafts(1, [0, 2])
+        return step(stream, ids)
+
+    monkeypatch.setattr(cache, "step", meanwhile)
+    with pytest.raises(RequestError, match="no drafts are pending"):
+        cache.accept_drafts(1, [1, 3])
+    assert stamps(cache, 1, 8) == [*range(100, 106), 20, 22]
+    cache.append_tokens(1, [1])
+    cache.verify()
 
 
 def test_a_sequence_removed_within_the_verifying_step_is_gone_behind_it(make_cache: MakeCache) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
+from group_engine import LAYOUTS, GroupEngine
 from toy_engine import MakeCache, ToyEngine, tokens_of
 
 from kvtier import KVCacheManager, Request, TransferError
@@ -104,6 +105,38 @@ def test_a_fault_costs_time_and_never_bytes(make_cache: MakeCache, caplog: pytes
     cache.verify()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_a_fault_costs_no_bytes_of_any_group(make_cache: MakeCache, caplog: pytest.LogCaptureFixture, case: Case, name: str) -> None:
+    layout = LAYOUTS[name]
+
+    def live_in_groups(cache: KVCacheManager, users: Iterable[int]) -> None:
+        engine = GroupEngine(cache)
+        for number, user in enumerate([*users, *users]):
+            engine.serve(engine.request(number, tokens_of(user, 13)), answer=2)
+        cache.flush(5)
+        for number, user in enumerate(users):
+            engine.serve(engine.request(number, tokens_of(user, 13)), chunk=5)
+        assert engine.checked > 0
+
+    cache = make_cache(12, 6, 60, layout=layout, write_ahead_share=1.0)
+    live_in_groups(cache, OLD)
+    cache.close()
+    cache = make_cache(12, 6, 60, layout=layout, write_ahead_share=1.0, faults=f"{case.rule}{case.suffix}, seed=3")
+    caplog.clear()
+    live_in_groups(cache, NEW)
+    stats = cache.stats()
+    assert stats.faults[case.rule] > 0
+    assert (stats.leases, stats.sequences) == (0, 0)
+    cache.verify()
+    cache.close()
+    assert len(warnings_of(caplog)) <= 1
+    cache = make_cache(12, 6, 60, layout=layout)
+    live_in_groups(cache, {*OLD, *NEW})
+    cache.verify()
+
+
 # -- what hangs ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -160,3 +193,17 @@ def test_a_copy_that_hangs_holds_up_who_needs_it_and_nobody_longer_than_he_says(
     cache.close(timeout=0.2)
     assert len(warnings_of(caplog)) == 1
     cache.close()
+
+
+def test_a_reset_ends_in_time_also_while_the_deletions_hang(make_cache: MakeCache) -> None:
+    cache = make_cache(8, 4, 40, write_ahead_share=1.0)
+    live(cache, OLD)
+    cache.close()
+    cache = make_cache(8, 4, 40, faults="nvme.commit.hang*1")
+    assert cache.match(tokens_of(OLD[0], 13)).reusable_blocks == 3
+    with pytest.raises(TransferError, match="may be found again after a restart"):
+        cache.reset(timeout=0.1)
+    assert cache.match(tokens_of(OLD[0], 13)).reusable_blocks == 0, "not by this process"
+    cache.close(timeout=0.2)
+    cache.close()
+    make_cache(8, 4, 40).verify()

@@ -62,12 +62,14 @@ def test_bytes_survive_every_way_through_the_levels(make_groups: MakeGroups, nam
     cache, engine = make_groups(name)
     generator = random.Random(name)
     for number in range(60):
+        if number >= 20 and min(cache.stats().hit_tokens) > 0:
+            break
         prompt = [*tokens_of(generator.randrange(6), generator.randrange(3, 18)), generator.randrange(3)]
         engine.serve(engine.request(number, prompt), answer=generator.randrange(6), chunk=generator.choice([None, 3]))
     stats = cache.stats()
     assert min(stats.hit_tokens) > 0, "blocks came back from each level"
     assert (stats.lost, stats.checksum_failures, stats.transfer_failures) == (0, 0, 0)
-    assert engine.checked > 1500
+    assert engine.checked > 500
     assert is_everything_free(cache)
 
 
@@ -153,7 +155,7 @@ def test_beams_read_what_their_parents_wrote(make_groups: MakeGroups, name: str,
         valid = engine.learn(1)
         assert valid == 8 * round_number or length == 8, "of an unfilled last block each beam has its own"
         engine.learn(2)
-        for _ in range(12):
+        for _ in range(8):
             assert engine.forward([1, 2]) == [1, 2]
             engine.sample(1)
             engine.sample(2)
@@ -162,7 +164,7 @@ def test_beams_read_what_their_parents_wrote(make_groups: MakeGroups, name: str,
                 engine.reorder(1, [generator.randrange(3) for _ in range(3)])
             cache.verify()
         for group in cache.layout.groups:
-            num_blocks = 2 if group.kind == "cross" else (length + 15) // 4
+            num_blocks = 2 if group.kind == "cross" else (length + 11) // 4
             assert [len(cache.block_ids(1, beam, group.number)) for beam in range(3)] == [num_blocks] * 3
         engine.remove(1)
         engine.remove(2)

@@ -18,7 +18,6 @@ from kvtier.tiering.handles import Lease
 pytestmark = [pytest.mark.usefixtures("no_failed_callbacks"), pytest.mark.timeout(120)]
 
 READ, WRITE, COPY = FaultOperation.READ, FaultOperation.WRITE, FaultOperation.COPY
-STEPS = 250
 EVERY_KIND = KVLayout([attention(1, 8, window=6), attention(2, 8, value_dim=4), mla(8, 8), recurrent(16, 8), cross(1, 8)], "float32", 4)
 LAYOUTS_HERE = {name: LAYOUTS[name] for name in ("windows of other heads and types", "states and a window")} | {
     "every kind": EVERY_KIND, "windows only": KVLayout([attention(1, 8, window=1), attention(2, 8, window=9)], "float32", 4)}
@@ -134,8 +133,9 @@ class Wanderer:
         return self._generator.choice(list(self.engine.sequences))
 
 
+@pytest.mark.parametrize("steps", [80, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", list(LAYOUTS_HERE))
-def test_no_wrong_byte_whatever_the_engine_does(make_cache: MakeCache, store_directory: Path, name: str) -> None:
+def test_no_wrong_byte_whatever_the_engine_does(make_cache: MakeCache, store_directory: Path, name: str, steps: int) -> None:
     layout = LAYOUTS_HERE[name]
     generator = random.Random(name)
     hits = lost = checked = 0  # over all lives: how far each gets depends on what the threads of the tier get done meanwhile
@@ -147,7 +147,7 @@ def test_no_wrong_byte_whatever_the_engine_does(make_cache: MakeCache, store_dir
                            [f"{generator.choice([2, 4, 6])} blocks" for _ in layout.groups], 24, layout=layout, faults=faults,
                            max_seq_len=64, max_beam_width=3, write_ahead_share=1.0, chunk_size=generator.choice([None, 8]))
         wanderer = Wanderer(cache, store_directory, generator)
-        for _ in range(STEPS):
+        for _ in range(steps):
             wanderer.step()
         wanderer.end()
         stats = cache.stats()

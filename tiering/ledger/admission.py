@@ -284,5 +284,4 @@ def has_private_tail(state: LedgerState, request: Request, group: int) -> bool:
     if request.beam_width == 1:
         return False
     geometry = state.geometries[group]
-    tail = request.num_tokens + (geometry.bubble if request.num_tokens >= geometry.sinks else 0)  # as sinks alone fill their block
-    return geometry.kind != CROSS and tail % state.tokens_per_block != 0
+    return geometry.kind != CROSS and geometry.next_place(request.num_tokens) % state.tokens_per_block != 0

@@ -166,7 +166,9 @@ def _fill_states(state: LedgerState, plan: AdmissionPlan, row: SequenceRow, tota
         else:
             row.blocks.append(allocator.placeholder)
     if plan.num_matched:
-        allocator.copy(plan.rows[row.group][plan.num_matched - 1], row.blocks[total - 1], 0)
+        running = row.blocks[total - 1]
+        allocator.copy(plan.rows[row.group][plan.num_matched - 1], running, 0)
+        row.note_state_copy(plan.num_matched * state.tokens_per_block, allocator.arriving[running.index])
 
 
 def _share_among_beams(sequence: ActiveSequence, row: SequenceRow) -> None:

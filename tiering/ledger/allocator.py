@@ -43,6 +43,8 @@ class BlockAllocator(FileLevel):
         if self.queues.num_free(PRIMARY) == 0:
             raise CapacityError("no free primary block: all are referenced", 1, 0)
         block = self._vacate_front()
+        if self.unconfirmed.by_block:
+            self.unconfirmed.taken(block)
         block.generation += 1
         block.priority = priority
         if duration != 0.0 or block.extra is not None:
@@ -77,6 +79,9 @@ class BlockAllocator(FileLevel):
                 taken.extend(run)
             else:
                 taken = run
+        if self.unconfirmed.by_block:
+            for block in taken:
+                self.unconfirmed.taken(block)
         for block in taken:
             block.queue = NOT_QUEUED
             block.generation += 1
@@ -286,8 +291,9 @@ class BlockAllocator(FileLevel):
             return
         key = self.chain_key(block) if level == NVME else b""
         spare = self.take(block.priority, 0.0)
-        self._move(block, spare, 0, key)
+        move = self._move(block, spare, 0, key)
         self._rise(block, spare, level)
+        self.arriving[block.index] = move
         if level == NVME:
             self._set_busy(block)
             self._set_busy(spare)
@@ -310,7 +316,9 @@ class BlockAllocator(FileLevel):
 
     def copy(self, source: Block, target: Block, num_tokens: int) -> None:
         """Copy the first tokens of one handle's content into another's slot."""
-        self._move(source, target, num_tokens, b"")
+        self.arriving[target.index] = self._move(source, target, num_tokens, b"")
+        if self.unconfirmed.by_block:
+            self.unconfirmed.copied(source, target)
 
     def offload(self, block: Block) -> bool:
         """Move unreferenced primary content down by one level now. False when the secondary level has no place for it."""

@@ -147,7 +147,7 @@ def _key_of(request: Request, keys: TokenKeys, number: int) -> BlockKey | None:
         return None
     extra = None if request.extra_ids is None else request.extra_ids[start:end]
     return BlockKey(tuple(keys.token_ids(start, end)), request.lora_id, request.cache_salt, extra,
-                    tuple(multimodal_keys(request.multimodal, start, end)), request.encoder_digest)
+                    tuple(multimodal_keys(request.multimodal, start, end)), request.encoder_digest, keys.prefix_digest(number))
 
 
 def needed_blocks_one_step(state: LedgerState, request: Request | ActiveSequence, two_steps: bool, group: int = 0) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import cast
 
 from kvtier.errors import RequestError
 from kvtier.policies.eviction import NOT_QUEUED
@@ -11,13 +11,12 @@ from kvtier.policies.retention import DEFAULT_PRIORITY
 from kvtier.pools.pool_index import PRIMARY
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.chunks import scratch_held
+from kvtier.tiering.ledger.confirming import leave_behind, store
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
 from kvtier.tiering.ledger.keeping import use_path_of
-from kvtier.tiering.ledger.room import require_room
+from kvtier.tiering.ledger.room import NOTHING_WANTED, require_room
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow, check_token, require_no_drafts
 from kvtier.tiering.ledger.state import LedgerState
-
-NOTHING_WANTED: Final[list[set[int]]] = []
 
 
 def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
@@ -65,7 +64,7 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
     if state.has_window:
         for sequence, appended in zip(batch, tokens, strict=True):
             if appended:
-                _leave_windows(state, sequence)  # of the whole batch, before anybody takes a block: the room was counted so
+                leave_windows(state, sequence)  # of the whole batch, before anybody takes a block: the room was counted so
     for number in range(len(batch)):
         sequence = batch[number]
         appended = tokens[number]
@@ -204,11 +203,22 @@ def _append(state: LedgerState, sequence: ActiveSequence, appended: Sequence[int
     sequence.covered = sequence.num_tokens
 
 
-def _leave_windows(state: LedgerState, sequence: ActiveSequence) -> None:
+def leave_windows(state: LedgerState, sequence: ActiveSequence) -> None:
+    """Before tokens are appended: let go of what the first of them no longer reads, and store it before, while it is there. All tokens
+    up to here are computed: the append says so."""
+    is_stored = False
     for row in sequence.rows:
         geometry = state.geometries[row.group]
-        if geometry.kind == WINDOW:
-            depart(state, row, geometry.num_departed(sequence.num_tokens + 1))
+        if geometry.kind != WINDOW:
+            continue
+        num_departed = geometry.num_departed(sequence.num_tokens + 1)
+        if num_departed > row.num_departed and not is_stored:
+            computed = sequence.computed  # for a running state it matters later what the engine itself has said
+            sequence.computed = sequence.num_tokens
+            store(state, sequence, False)
+            sequence.computed = computed
+            is_stored = True
+        depart(state, row, num_departed)
 
 
 def depart(state: LedgerState, row: SequenceRow, num_departed: int) -> None:
@@ -231,6 +241,8 @@ def depart(state: LedgerState, row: SequenceRow, num_departed: int) -> None:
                 if block.duration > 0.0:  # it would count from now on; a moment stays
                     block.duration = 0.0
                 block.expires_at = 0.0
+                if allocator.arriving or allocator.unconfirmed.by_move:
+                    leave_behind(state, row, position, block)
                 allocator.release(block)
                 if block.queue != NOT_QUEUED and not block.has_content:  # like everything that leaves a window, to the back
                     allocator.queues.claim(block)
@@ -240,9 +252,7 @@ def depart(state: LedgerState, row: SequenceRow, num_departed: int) -> None:
 
 def _has_open_tail(state: LedgerState, row: SequenceRow, num_tokens: int) -> bool:
     """Whether the next token goes into a block that there is already."""
-    geometry = state.geometries[row.group]
-    places = num_tokens + (geometry.bubble if num_tokens >= geometry.sinks else 0)
-    return places < len(row.blocks) * state.tokens_per_block
+    return state.geometries[row.group].next_place(num_tokens) < len(row.blocks) * state.tokens_per_block
 
 
 def _copy_tail_to_beams(state: LedgerState, sequence: ActiveSequence) -> None:
@@ -251,12 +261,15 @@ def _copy_tail_to_beams(state: LedgerState, sequence: ActiveSequence) -> None:
         geometry = state.geometries[row.group]
         if geometry.kind == CROSS or not row.blocks:
             continue
-        num_tokens = sequence.num_tokens + (geometry.bubble if sequence.num_tokens > geometry.sinks else 0)
-        num_tokens = 0 if geometry.kind == RECURRENT else num_tokens % state.tokens_per_block
+        num_tokens = 0 if geometry.kind == RECURRENT else geometry.next_place(sequence.num_tokens) % state.tokens_per_block
+        allocator = state.allocators[row.group]
         first = row.blocks[-1]
         for blocks in row.other_beams:
             if blocks[-1] is not first:
-                state.allocators[row.group].copy(first, blocks[-1], num_tokens)
+                allocator.copy(first, blocks[-1], num_tokens)
+                row.is_settled = False
+                if geometry.kind == RECURRENT:
+                    row.note_state_copy(sequence.num_tokens, allocator.arriving[blocks[-1].index])
 
 
 def _is_snapshot(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, num_tokens: int, count: int) -> bool:
@@ -285,6 +298,7 @@ def _carry_state_on(state: LedgerState, sequence: ActiveSequence, row: SequenceR
             following = allocator.take(priority, duration)
             following.ref_count = 1
             allocator.copy(running, following, 0)
+            row.note_state_copy(old, allocator.arriving[following.index])
         if not stays:
             blocks[-1] = allocator.placeholder
             if following is not running:
@@ -355,8 +369,7 @@ def rewind(state: LedgerState, request_id: int, num_tokens: int) -> None:
 
 
 def _is_cut(state: LedgerState, row: SequenceRow, num_tokens: int) -> bool:
-    geometry = state.geometries[row.group]
-    return (num_tokens + (geometry.bubble if num_tokens >= geometry.sinks else 0)) % state.tokens_per_block != 0
+    return state.geometries[row.group].next_place(num_tokens) % state.tokens_per_block != 0
 
 
 def _num_holders(row: SequenceRow, position: int, block: Block) -> int:
@@ -378,6 +391,7 @@ def make_writable(state: LedgerState, row: SequenceRow, beam: int, position: int
         private = allocator.take(block.priority, block.duration)
         private.ref_count = 1
         allocator.copy(block, private, 0)
+        row.is_settled = False
         allocator.release(block)
         blocks[position] = private
         return private

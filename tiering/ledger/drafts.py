@@ -8,26 +8,23 @@ Move drops the drafts when the engine is told of it: they attended to what is lo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from kvtier.errors import RequestError
 from kvtier.pools.pool_index import PRIMARY
 from kvtier.tiering.ledger.decoding import (
     decode_retention,
-    depart,
+    leave_windows,
     make_writable,
     num_tail_copies,
     require_blocks_for_all,
     require_reported,
 )
 from kvtier.tiering.ledger.draft_tree import DraftTree
-from kvtier.tiering.ledger.group import CROSS, WINDOW
+from kvtier.tiering.ledger.group import CROSS
 from kvtier.tiering.ledger.keeping import use_path_of
-from kvtier.tiering.ledger.room import require_room
+from kvtier.tiering.ledger.room import NOTHING_WANTED, require_room
 from kvtier.tiering.ledger.sequence import ActiveSequence, check_token, require_no_drafts
 from kvtier.tiering.ledger.state import LedgerState
-
-NOTHING_WANTED: Final[list[set[int]]] = []
 
 
 def propose_drafts(state: LedgerState, request_id: int, tokens: Sequence[object], parents: Sequence[object]) -> None:
@@ -149,11 +146,8 @@ def accept_drafts(state: LedgerState, request_id: int, nodes: Sequence[object]) 
     tree = pending_drafts(state, request_id)
     path = accepted_path(request_id, tree, nodes)
     sequence = state.sequence(request_id)
-    if path:
-        for row in sequence.rows:
-            geometry = state.geometries[row.group]
-            if geometry.kind == WINDOW:  # as an append: what the first of them no longer read, so that they themselves stay
-                depart(state, row, geometry.num_departed(sequence.num_tokens + 1))
+    if path and state.has_window:
+        leave_windows(state, sequence)  # as an append: what the first of them no longer read, so that they themselves stay
     for node in path:
         sequence.keys.append(tree.tokens[node])
     sequence.computed = sequence.num_tokens

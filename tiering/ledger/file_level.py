@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, cast
 
 from kvtier.policies.eviction import BACKING, NOT_QUEUED, EvictionQueues
-from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of, slot_of
+from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, PoolIndex, level_of, slot_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.levels import LevelTable
@@ -13,6 +13,7 @@ from kvtier.tiering.ledger.moves import Move, MoveLog, WarmRow
 from kvtier.tiering.ledger.rules import TierRules
 from kvtier.tiering.ledger.stats import LedgerCounters
 from kvtier.tiering.ledger.tree import ReuseTree
+from kvtier.tiering.ledger.unconfirmed import UnconfirmedBlocks
 
 MAX_WRITES_IN_FLIGHT: Final = 64
 MAX_SCAN: Final = 4096
@@ -22,13 +23,18 @@ ALREADY_EXPIRED: Final = 1e-9  # on the clock of releases, where 0.0 means never
 class FileLevel(LevelTable):
     """The three levels, the lowest of which is a file.
 
-    ``writes_in_flight``: Moves to NVMe that have not ended.
+    Attributes:
+        writes_in_flight: Moves to NVMe that have not ended.
+        arriving: by primary slot, the last Move into it, until it has ended.
+        unconfirmed: blocks of this group computed from what had not arrived.
     """
 
     def __init__(self, group: int, num_blocks: tuple[int, int, int], tokens_per_block: int, queues: EvictionQueues, tree: ReuseTree,
                  moves: MoveLog, events: EventLog, counters: LedgerCounters, rules: TierRules) -> None:
         super().__init__(group, num_blocks, tokens_per_block, queues, tree, moves, events, counters, rules)
         self.writes_in_flight = 0
+        self.arriving: dict[PoolIndex, Move] = {}
+        self.unconfirmed = UnconfirmedBlocks()
 
     # -- writing ---------------------------------------------------------------------------------------------------------
 
@@ -49,7 +55,12 @@ class FileLevel(LevelTable):
         A primary block is written from its secondary backing, which it gets now if there is a place for it: so it stays where
         it is, and usable, while the file is written. ``keep_backings``: no other block gives up its NVMe backing for this.
         """
+        unconfirmed = self.unconfirmed.by_block
+        is_complete = True
         for block in blocks:
+            if len(unconfirmed) > 0 and block.id in unconfirmed:
+                is_complete = False  # a crash would leave it behind as if it were good
+                continue
             if (block.nvme_backing is not None or block.node is None or block.num_tokens != self.tokens_per_block
                     or not block.node.namespace.is_persistent or block.queue == NOT_QUEUED):
                 continue
@@ -70,7 +81,7 @@ class FileLevel(LevelTable):
             self._set_busy(source)
             self._set_busy(target)
             self.writes_in_flight += 1
-        return True
+        return is_complete
 
     def _copy_down(self, block: Block) -> Block | None:
         """Give primary content a secondary backing, if that costs no other block its only copy."""
@@ -193,6 +204,11 @@ class FileLevel(LevelTable):
             self._settle_after_busy(source)
         self._settle_after_busy(target)
 
+    def confirm(self, number: int) -> None:
+        """A Move has ended well: what was computed from the bytes that it brought is good, as far as that depends on it."""
+        if self.unconfirmed.by_move and self.unconfirmed.arrived(number):
+            self._may_write_ahead = True
+
     def failed(self, move: Move) -> Block | None:
         """A Move has failed; if it read from NVMe, that slot is bad and never used again.
 
@@ -239,6 +255,8 @@ class FileLevel(LevelTable):
         if source_level == NVME or level == NVME:
             self._end_busy(source_level, source_slot)
             self._end_busy(level, slot)
+        if level == PRIMARY and self.arriving.get(move.destination) is move:
+            del self.arriving[move.destination]
         return self.holders[source_level][source_slot], self.holders[level][slot]
 
     def _end_write(self, source: Block, target: Block) -> None:

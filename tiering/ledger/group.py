@@ -78,9 +78,14 @@ class GroupGeometry:
             num_tokens += self.bubble
         return (num_tokens + self.tokens_per_block - 1) // self.tokens_per_block
 
+    def next_place(self, num_tokens: int) -> int:
+        """Where the token behind the first ``num_tokens`` goes, counted in places from the start of the first block: behind the bubble once
+        all sinks are there."""
+        return num_tokens + self.bubble if num_tokens >= self.sinks else num_tokens
+
     def num_full_blocks(self, num_tokens: int) -> int:
         """Positions that the first ``num_tokens`` tokens fill to the end; sinks fill their last one with the bubble."""
-        return (num_tokens + self.bubble) // self.tokens_per_block if num_tokens >= self.sinks else num_tokens // self.tokens_per_block
+        return self.next_place(num_tokens) // self.tokens_per_block
 
     def first_token(self, position: int) -> int:
         """The first token of a block, or that would be; of a bubble's block the first sink in it."""
@@ -94,13 +99,6 @@ class GroupGeometry:
         if first <= self.sinks:
             return 0
         return (first + self.bubble) // self.tokens_per_block - self.num_sink_blocks
-
-    def most_blocks(self, num_tokens: int, at_once: int = 1) -> int:
-        """Blocks that a sequence of up to ``num_tokens`` tokens holds at most while it grows by ``at_once`` tokens at a time."""
-        if self.kind != WINDOW or num_tokens <= self.window:
-            return self.num_blocks(num_tokens)
-        held = self.num_blocks(self.window) + 1 + (at_once - 1 + self.tokens_per_block - 1) // self.tokens_per_block
-        return min(held, self.num_blocks(num_tokens))
 
     def keeps_state(self, position: int, num_tokens: int) -> bool:
         """Whether a recurrent group keeps the state at the end of this block of a prompt: a snapshot, or its last full block."""

@@ -300,6 +300,16 @@ class TokenKeys:
         place = bisect_right(self.suffix_blocks, block)
         return min(self.suffix_blocks[place], limit) if place < len(self.suffix_blocks) else limit
 
+    def prefix_digest(self, block: int) -> bytes | None:
+        """SHA-256 of everything before a block: tokens, extra ids and multimodal content. None for the first block."""
+        if block == 0:
+            return None
+        digest = hashlib.sha256(self._part(0, block * self.tokens_per_block))
+        for number in self.suffix_blocks:
+            if number < block:
+                digest.update(struct.pack("<Q", number) + self.suffixes[number])
+        return digest.digest()
+
     def token_ids(self, start: int, end: int) -> list[int]:
         """Token ids [start, end) as integers."""
         return _decode(self._part(start, end), self.width)
@@ -308,13 +318,14 @@ class TokenKeys:
 class BlockKey:
     """The identity of one block as a value: for callers outside the ledger (``match().first_new_key``) and for events.
 
-    Equality compares every field, tokens and encoder input included. ``hash64`` is the 64-bit block hash of TensorRT-LLM's first KV event
+    Equality compares every field, tokens and encoder input included. ``prefix`` is a digest of what comes before the block in its prompt;
+    None at a prompt's start, and where nobody has said. ``hash64`` is the 64-bit block hash of TensorRT-LLM's first KV event
     format ("v1"), an option for event consumers that still use it; it never decides reuse.
     """
 
     def __init__(self, tokens: tuple[int, ...], lora_id: int | None = None, cache_salt: str | None = None,
                  extra_ids: tuple[int, ...] | None = None, multimodal: tuple[tuple[bytes, int], ...] = (),
-                 encoder_digest: bytes | None = None) -> None:
+                 encoder_digest: bytes | None = None, prefix: bytes | None = None) -> None:
         if extra_ids is not None and len(extra_ids) != len(tokens):
             raise RequestError(f"{len(extra_ids)} extra_ids for {len(tokens)} tokens; pass one for each token")
         self.tokens = tokens
@@ -323,9 +334,10 @@ class BlockKey:
         self.extra_ids = extra_ids
         self.multimodal = multimodal
         self.encoder_digest = encoder_digest
+        self.prefix = prefix
 
     def _fields(self) -> tuple[object, ...]:
-        return (self.tokens, self.lora_id, self.cache_salt, self.extra_ids, self.multimodal, self.encoder_digest)
+        return (self.tokens, self.lora_id, self.cache_salt, self.extra_ids, self.multimodal, self.encoder_digest, self.prefix)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BlockKey) and self._fields() == other._fields()
@@ -357,7 +369,7 @@ class BlockKey:
         if not 0 <= num_tokens <= len(self.tokens):
             raise RequestError(f"num_tokens={num_tokens}: must be between 0 and {len(self.tokens)}")
         extra = None if self.extra_ids is None else self.extra_ids[:num_tokens]
-        return BlockKey(self.tokens[:num_tokens], self.lora_id, self.cache_salt, extra, (), self.encoder_digest)
+        return BlockKey(self.tokens[:num_tokens], self.lora_id, self.cache_salt, extra, (), self.encoder_digest, self.prefix)
 
     def hash64(self, parent: int = 0) -> int:
         """64-bit hash chained to ``parent`` (0 at the start of a prompt). The salt enters once, at the head of the chain."""

@@ -13,11 +13,12 @@ from kvtier.errors import CapacityError, RequestError, UnknownBlock
 from kvtier.policies.eviction import NOT_QUEUED
 from kvtier.policies.retention import check_priority, priority_of
 from kvtier.pools.pool_index import LEVEL_NAMES, PRIMARY, SECONDARY, level_of
-from kvtier.tiering.ledger import beams, decoding, drafts, prefill, recomputing
-from kvtier.tiering.ledger.admission import AdmissionPlan, BatchPlanner, has_private_tail, may_reuse, may_store, most_reusable
+from kvtier.tiering.ledger import beams, decoding, drafts, prefill
+from kvtier.tiering.ledger.admission import AdmissionPlan, BatchPlanner, has_private_tail, may_reuse, most_reusable
 from kvtier.tiering.ledger.admitting import carry_out
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.chunks import most_in_prefill
+from kvtier.tiering.ledger.confirming import note_delivery, store
 from kvtier.tiering.ledger.decoding import require_reported
 from kvtier.tiering.ledger.draft_tree import DraftTree
 from kvtier.tiering.ledger.group import WINDOW, GroupSpec
@@ -30,7 +31,7 @@ from kvtier.tiering.ledger.room import free_beside, require_room
 from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.ledger.sequence import ActiveSequence, Lease
 from kvtier.tiering.ledger.state import LedgerState
-from kvtier.tiering.ledger.storing import adopt_warm_blocks, store_blocks
+from kvtier.tiering.ledger.storing import adopt_warm_blocks
 
 
 class Inbound(Protocol):
@@ -272,10 +273,7 @@ class Ledger(LedgerState):
         return last
 
     def _store(self, sequence: ActiveSequence, with_partial: bool) -> None:
-        if may_store(self, sequence.request) and not sequence.must_preempt:
-            if sequence.left_tokens:
-                recomputing.take_places(self, sequence)
-            store_blocks(self.tree, self.allocators, self.groups, self.events, sequence, with_partial and not self.has_recurrent)
+        store(self, sequence, with_partial and not self.has_recurrent)
 
     # -- leases ----------------------------------------------------------------------------------------------------------
 
@@ -396,11 +394,14 @@ class Ledger(LedgerState):
         allocator = self.allocators[move.group]
         if not failed:
             allocator.finished(move)
+            for other in self.allocators:
+                other.confirm(move.number)
             return
         lost = allocator.failed(move) if source_is_bad else allocator.failed_source_is_good(move)
         if lost is not None:
             self.counters.lost += 1
-            lose(self, move.group, lost)
+        if lost is not None or level_of(move.destination) == PRIMARY:
+            lose(self, move, lost)
 
     def deliver(self, sequence: ActiveSequence) -> None:
         """The sequence is ready: its hits count now, by the level they came from. What it has lost is told with this."""
@@ -408,6 +409,7 @@ class Ledger(LedgerState):
         if sequence.must_cut:
             prefill.cut_back(self, sequence)
         sequence.must_report = False
+        note_delivery(self, sequence)
         if sequence.delivered:
             return
         sequence.delivered = True

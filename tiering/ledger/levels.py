@@ -12,7 +12,7 @@ from kvtier.policies.eviction import NOT_QUEUED, EvictionQueues
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
-from kvtier.tiering.ledger.moves import MoveLog
+from kvtier.tiering.ledger.moves import Move, MoveLog
 from kvtier.tiering.ledger.node import Node
 from kvtier.tiering.ledger.rules import TierRules
 from kvtier.tiering.ledger.slots import SlotTable
@@ -176,7 +176,7 @@ class LevelTable(SlotTable):
             self.counters.host_dropped += 1
         return victim
 
-    def _move(self, source: Block, target: Block, num_tokens: int, key: bytes) -> None:
+    def _move(self, source: Block, target: Block, num_tokens: int, key: bytes) -> Move:
         if level_of(target.index) != PRIMARY:  # a primary slot got its generation when it was taken
             target.generation += 1
         content = source
@@ -185,7 +185,7 @@ class LevelTable(SlotTable):
             content = source.owner or source
             if content.expires_at > 0.0:
                 expiry = content.expires_at + self.wall_clock_offset
-        self.moves.move(self.group, source.id, source.index, source.generation, target.index, target.generation, num_tokens, key,
+        return self.moves.move(self.group, source.id, source.index, source.generation, target.index, target.generation, num_tokens, key,
                         content.priority, expiry)
 
     # -- queueing --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.chunks import most_in_prefill
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
 from kvtier.tiering.ledger.keeping import take_for, use_path_of
+from kvtier.tiering.ledger.moves import Move
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
 from kvtier.tiering.ledger.state import LedgerState
 
@@ -28,42 +29,87 @@ class Exchange:
         self.keeps_start = keeps_start
 
 
-def lose(state: LedgerState, group: int, block: Block) -> None:
-    """The block's bytes never arrived: out of the tree, and every sequence that holds it goes back to the tokens before it."""
+def lose(state: LedgerState, move: Move, lost: Block | None) -> None:
+    """A Move has failed. ``lost``: the handle whose bytes never arrived, if it still is that Move's.
+
+    It leaves the tree, with everything stored that was computed from it, and every sequence that holds any of this goes back to the
+    tokens before it.
+    """
+    doomed: list[list[Block]] = [allocator.unconfirmed.failed(move.number) for allocator in state.allocators]
+    for blocks in doomed:
+        state.counters.dropped += len(blocks)
+    if lost is not None and lost not in doomed[move.group]:
+        doomed[move.group].append(lost)
+    for group, blocks in enumerate(doomed):
+        for block in blocks:
+            _empty(state, group, block)
+    ids: list[set[int]] = [{block.id for block in blocks} for blocks in doomed]
+    for sequence in state.sequences.values():
+        left = _tokens_before(state, sequence, ids, move.number)
+        if left >= 0:
+            use_path_of(state.moves, sequence.request)
+            _fall_back(state, sequence, left, ids)
+            state.moves.use_default_path()
+    for allocator in state.allocators:
+        allocator.end_call()
+
+
+def _empty(state: LedgerState, group: int, block: Block) -> None:
+    """The handle has no content any more."""
     allocator = state.allocators[group]
     if block.node is not None:
         allocator.publish_removed(block)
         state.tree.detach(block, group)
     allocator.drop_backings(block)
-    for sequence in state.sequences.values():
-        position = _position_of(sequence.rows[group], block)
-        if position >= 0:
-            use_path_of(state.moves, sequence.request)
-            _fall_back(state, sequence, group, position, block)
-            state.moves.use_default_path()
-    allocator.end_call()
     if block.ref_count == 0 and not allocator.is_busy(block):
         allocator.queues.claim(block)
         allocator.queues.add_empty_first(block, level_of(block.index))
 
 
-def _position_of(row: SequenceRow, block: Block) -> int:
-    for beam in range(len(row.other_beams) + 1):
-        blocks = row.beam(beam)
-        if block in blocks:
-            return blocks.index(block)
-    return -1
+def _tokens_before(state: LedgerState, sequence: ActiveSequence, lost: list[set[int]], number: int) -> int:
+    """Leading tokens of a sequence before the first block that is lost, or that it had of what Move ``number`` did not bring; -1 where
+    nothing is."""
+    left = -1
+    for row in sequence.rows:
+        geometry = state.geometries[row.group]
+        before = -1
+        position = _first_of(row, lost[row.group])
+        if position >= 0:
+            before = geometry.first_token(position)
+            if geometry.kind == CROSS:
+                before = 0  # positions of the encoder's output: every token has read all of it, and the engine writes it before the first
+            elif geometry.kind == RECURRENT and position == len(row.blocks) - 1:
+                before = max(sequence.computed - 1, 0)
+        for num_tokens, copy in row.state_copies:
+            if copy.number == number:  # not back to where it was: a copy that fails is not tried for ever
+                before = max(num_tokens - 1, 0) if before < 0 else min(before, max(num_tokens - 1, 0))
+        for departed in row.left_behind:
+            if number in departed.waits:
+                state.allocators[row.group].unconfirmed.give_up(departed)
+                token = geometry.first_token(departed.position)
+                before = token if before < 0 else min(before, token)
+        if before >= 0:
+            left = before if left < 0 else min(left, before)
+    return left
 
 
-def _fall_back(state: LedgerState, sequence: ActiveSequence, group: int, position: int, lost: Block) -> None:
-    """Back to the longest prefix that every group still has. The engine computes what is behind it again, so that there everything
-    reused, stored or held by others is exchanged for private blocks. A running state starts again as a copy of the one kept at the
-    end of that prefix."""
+def _first_of(row: SequenceRow, ids: set[int]) -> int:
+    """The first position at which a beam holds one of these blocks, -1 for none."""
+    first = -1
+    if ids:
+        for beam in range(len(row.other_beams) + 1):
+            for position, block in enumerate(row.beam(beam)):
+                if block.id in ids:
+                    first = position if first < 0 else min(first, position)
+                    break
+    return first
+
+
+def _fall_back(state: LedgerState, sequence: ActiveSequence, left: int, lost: list[set[int]]) -> None:
+    """Back to the longest prefix of at most ``left`` tokens that every group still has. The engine computes what is behind it again, so
+    that there everything reused, stored or held by others is exchanged for private blocks. A running state starts again as a copy of the
+    one kept at the end of that prefix."""
     sequence.must_report = True
-    geometry = state.geometries[group]
-    left = geometry.first_token(position)
-    if geometry.kind == RECURRENT and position == len(sequence.rows[group].blocks) - 1:
-        left = sequence.computed - 1  # not where it was: a copy that fails is not tried for ever
     if left >= sequence.computed or sequence.must_preempt:
         return  # of what was computed, nothing is lost
     while left > 0 and not _has_prefix(state, sequence, left, lost):
@@ -73,6 +119,10 @@ def _fall_back(state: LedgerState, sequence: ActiveSequence, group: int, positio
     sequence.valid = min(sequence.valid, left)
     sequence.num_prefix_blocks = min(sequence.num_prefix_blocks, left // state.tokens_per_block)
     sequence.must_cut = state.is_chunked  # not now: a step may be writing into its blocks
+    for row in sequence.rows:
+        for departed in row.left_behind:
+            if state.geometries[row.group].first_token(departed.position) >= left:  # it will be computed
+                state.allocators[row.group].unconfirmed.give_up(departed)
     exchanges = [_exchanges(state, sequence, row, left) for row in sequence.rows]
     for row in sequence.rows:
         needed = sum(1 for exchange in exchanges[row.group] if not exchange.is_optional)
@@ -95,7 +145,7 @@ def _fall_back(state: LedgerState, sequence: ActiveSequence, group: int, positio
                 _start_from_kept(state, row, left // state.tokens_per_block - 1)
 
 
-def _has_prefix(state: LedgerState, sequence: ActiveSequence, num_tokens: int, lost: Block) -> bool:
+def _has_prefix(state: LedgerState, sequence: ActiveSequence, num_tokens: int, lost: list[set[int]]) -> bool:
     """Whether the sequence holds what the token behind its first ``num_tokens`` ones reads, in every group."""
     for row in sequence.rows:
         geometry = state.geometries[row.group]
@@ -103,7 +153,7 @@ def _has_prefix(state: LedgerState, sequence: ActiveSequence, num_tokens: int, l
             position = num_tokens // state.tokens_per_block - 1
             if num_tokens % state.tokens_per_block or position >= len(row.blocks) - 1:
                 return False
-            if row.blocks[position].id < 0 or row.blocks[position] is lost:
+            if row.blocks[position].id < 0 or row.blocks[position].id in lost[row.group]:
                 return False
         elif geometry.kind == WINDOW and row.num_departed > geometry.num_departed(num_tokens + 1):
             return False
@@ -157,6 +207,7 @@ def _carry_out(state: LedgerState, sequence: ActiveSequence, row: SequenceRow, e
         new.ref_count = len(exchange.beams)
         if exchange.keeps_start:
             allocator.copy(old, new, 0)
+            row.is_settled = False
         for beam in exchange.beams:
             row.beam(beam)[exchange.position] = new
             if old.id >= 0:
@@ -181,10 +232,12 @@ def _forget_states(row: SequenceRow, first: int, state: LedgerState) -> None:
 
 def _start_from_kept(state: LedgerState, row: SequenceRow, position: int) -> None:
     """Every beam's running state becomes a copy of the state kept at the end of this block."""
+    allocator = state.allocators[row.group]
     copied: set[int] = set()
     for beam in range(len(row.other_beams) + 1):
         blocks = row.beam(beam)
         if blocks[-1].id not in copied:
             copied.add(blocks[-1].id)
             blocks[-1].generation += 1  # an earlier Move into it that fails later has nothing to do with what is there then
-            state.allocators[row.group].copy(blocks[position], blocks[-1], 0)
+            allocator.copy(blocks[position], blocks[-1], 0)
+            row.note_state_copy((position + 1) * allocator.tokens_per_block, allocator.arriving[blocks[-1].index])

@@ -104,10 +104,12 @@ class MoveLog:
         self.directory = ""
 
     def move(self, group: int, block_id: int, source: PoolIndex, source_generation: int, destination: PoolIndex,
-             destination_generation: int, num_tokens: int, key: bytes, priority: int, expiry: float) -> None:
-        self._records.append(Move(self.next_number, group, block_id, source, source_generation, destination,
-                                  destination_generation, num_tokens, key, priority, expiry, self.mode, self.directory))
+             destination_generation: int, num_tokens: int, key: bytes, priority: int, expiry: float) -> Move:
+        move = Move(self.next_number, group, block_id, source, source_generation, destination, destination_generation, num_tokens, key,
+                    priority, expiry, self.mode, self.directory)
+        self._records.append(move)
         self.next_number += 1
+        return move
 
     def discard(self, group: int, slot: int) -> None:
         self._records.append(Discard(self.next_number, group, slot))

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.tiering.ledger.admission import may_store
 from kvtier.tiering.ledger.chunks import chunk_end, scratch_held, scratch_span
+from kvtier.tiering.ledger.confirming import store
 from kvtier.tiering.ledger.decoding import depart
 from kvtier.tiering.ledger.group import WINDOW, GroupGeometry
 from kvtier.tiering.ledger.keeping import take_for, take_run_for, use_path_of
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
 from kvtier.tiering.ledger.state import LedgerState
-from kvtier.tiering.ledger.storing import store_blocks
 
 
 def start(state: LedgerState, sequence: ActiveSequence) -> None:
@@ -103,9 +102,9 @@ def _leave_windows(state: LedgerState, sequence: ActiveSequence) -> None:
         num_departed = state.geometries[row.group].num_departed(computed + 1)
         if num_departed <= row.num_departed:
             continue
-        if not is_stored and may_store(state, sequence.request) and not sequence.must_preempt:
-            store_blocks(state.tree, state.allocators, state.groups, state.events, sequence, False)
-        is_stored = True
+        if not is_stored:
+            store(state, sequence, False)
+            is_stored = True
         depart(state, row, num_departed)
 
 

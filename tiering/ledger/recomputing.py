@@ -15,7 +15,10 @@ from kvtier.tiering.ledger.state import LedgerState
 
 
 def take_places(state: LedgerState, sequence: ActiveSequence) -> None:
-    """Let a sequence's computed full blocks stand where the tree has lower ones of the same content."""
+    """Let a sequence's computed full blocks stand where the tree has lower ones of the same content.
+
+    Nothing that they were computed from may still be on its way: what is in a place of the tree is taken to be good.
+    """
     usable = sequence.storable_tokens()
     root = state.tree.find_root(sequence.namespace)
     if root is None or usable <= 0 or sequence.beam_width > 1:

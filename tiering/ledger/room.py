@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvtier.errors import CapacityError
 from kvtier.policies.eviction import NOT_QUEUED
 from kvtier.pools.pool_index import PRIMARY, level_of
@@ -9,8 +11,10 @@ from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.sequence import ActiveSequence
 from kvtier.tiering.ledger.state import LedgerState
 
-NOBODY: frozenset[int] = frozenset()
-NOTHING: set[int] = set()
+NOBODY: Final[frozenset[int]] = frozenset()
+NOTHING: Final[set[int]] = set()
+NOTHING_WANTED: Final[list[set[int]]] = []
+"""Who asks for room beside nothing in any group. Shared, never changed."""
 
 
 def require_room(state: LedgerState, needed: list[int], wanted: list[set[int]], what: str, asking: frozenset[int] = NOBODY) -> None:

@@ -24,9 +24,9 @@ class WhatIf:
         self._removed: set[int] = set()
         self.freed: list[int] = [0] * num_groups
 
-    def remove(self, sequence: ActiveSequence, group: int = 0) -> int:
+    def remove(self, state: LedgerState, sequence: ActiveSequence, group: int = 0) -> int:
         """As if the sequence were removed, from all groups. Returns how many primary blocks of ``group`` that would free: none the
-        second time."""
+        second time, and none that a file is being read into or written from, for those are free only later."""
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(self.freed):
             raise RequestError(f"group={group!r}: this layout has groups 0..{len(self.freed) - 1}")
         before = self.freed[group]
@@ -41,7 +41,7 @@ class WhatIf:
                         continue
                     count = taken.get(block.id, 0) + 1
                     taken[block.id] = count
-                    if count == block.ref_count:
+                    if count == block.ref_count and not state.allocators[row.group].is_busy(block):
                         self.freed[row.group] += 1
         return self.freed[group] - before
 

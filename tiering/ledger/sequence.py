@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvtier.errors import RequestError
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.draft_tree import DraftTree
 from kvtier.tiering.ledger.key import Namespace, TokenKeys
+from kvtier.tiering.ledger.moves import Move
 from kvtier.tiering.ledger.request import INT32_MAX, INT32_MIN, Request
+from kvtier.tiering.ledger.unconfirmed import Unconfirmed
+
+NOTHING_LEFT: Final[list[Unconfirmed]] = []  # shared, never changed
+NO_COPIES: Final[list[tuple[int, Move]]] = []
 
 
 class SequenceRow:
@@ -17,6 +24,9 @@ class SequenceRow:
         other_beams: the same for beams 1 and up; empty with one beam. A handle that several beams hold is referenced by each.
         departed_ids: by beam, ids of the blocks behind the sinks that have left the window.
         scratch_begin, scratch_end: positions of the chunk being computed that will be out of the window when it is.
+        is_settled: everything that was copied into its blocks has arrived.
+        left_behind: blocks that left the window before they had.
+        state_copies: copies that a running state has started as since everything had: (tokens it had read, the Move).
     """
 
     def __init__(self, group: int) -> None:
@@ -26,11 +36,24 @@ class SequenceRow:
         self.departed_ids: list[list[int]] = []
         self.scratch_begin = 0
         self.scratch_end = 0
+        self.is_settled = False
+        self.left_behind: list[Unconfirmed] = NOTHING_LEFT
+        self.state_copies: list[tuple[int, Move]] = NO_COPIES
 
     @property
     def num_departed(self) -> int:
         """Positions behind the sinks that have left the window."""
         return len(self.departed_ids[0]) if self.departed_ids else 0
+
+    def note_state_copy(self, num_tokens: int, move: Move) -> None:
+        """A running state that has read this many tokens is being copied into one of the row's blocks, and goes on there."""
+        self.is_settled = False
+        self.state_copies = [*self.state_copies, (num_tokens, move)]
+
+    def note_arrival(self) -> None:
+        """Everything copied into the row's blocks has arrived."""
+        self.is_settled = True
+        self.state_copies = NO_COPIES
 
     def beam(self, number: int) -> list[Block]:
         """Handles of one beam."""

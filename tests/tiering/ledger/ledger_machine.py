@@ -66,6 +66,7 @@ class LedgerMachine(RuleBasedStateMachine):
     """One ledger, its pretend tiers, and an engine that keeps the contract."""
 
     layout = "full"
+    driver_type = Driver
     total_steps = 0
 
     @initialize(data=st.data(), tokens_per_block=st.sampled_from((2, 4)), keep_backing=st.booleans(), reuse=st.integers(0, 9),
@@ -87,7 +88,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.inbound = self.elsewhere
         self.worth = WorthLoading(self.groups)
         self.ledger.loading = self.worth
-        self.driver = Driver(self.ledger)
+        self.driver = self.driver_type(self.ledger)
         self.now = 0.0
         self.next_id = 0
         self.leases: list[Any] = []
@@ -244,7 +245,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.inbound = self.elsewhere
         self.ledger.loading = self.worth
         self.ledger.set_time(self.now)
-        self.driver = Driver(self.ledger)
+        self.driver = self.driver_type(self.ledger)
         self.driver.ever_stored = old.ever_stored
         self.leases = []
         rows: list[WarmRow] = []

@@ -155,6 +155,8 @@ class Driver:
             return False
         before = self._takes()
         pictured = pictures(self.ledger)
+        for request_id in ids:
+            self.note_leaving(request_id)
         self.ledger.append_step(ids, tokens)
         for picture in pictured:
             picture.check(set())
@@ -186,6 +188,12 @@ class Driver:
         sequence = self.ledger.sequence(request_id)
         storable = max(sequence.storable_tokens(), min(computed, sequence.num_tokens - 1) if self.ledger.is_chunked else 0)
         self.ever_stored.update(self.lives[request_id].beams[0][:storable])
+
+    def note_leaving(self, request_id: int) -> None:
+        """An append stores what leaves a window, and counts everything before it as computed."""
+        if self.ledger.has_window:
+            life = self.lives[request_id]
+            self.ever_stored.update(life.beams[0][:life.num_tokens - 1])
 
     def store_context(self, request_id: int) -> None:
         storable = self.ledger.sequence(request_id).storable_tokens()
@@ -265,9 +273,13 @@ class Driver:
         for sequence in self.ledger.sequences.values():
             asked = sequence.request
             end = asked.num_tokens + asked.max_new_tokens
-            if sequence.num_tokens <= end:
+            if self.last_place(sequence) <= end:
                 for group in range(len(self.ledger.groups)):
                     assert held_blocks(sequence, group) <= most_blocks(self.ledger, asked, end, group), f"request {asked.id}, group {group}"
+
+    def last_place(self, sequence: ActiveSequence) -> int:
+        """Up to where a sequence needs blocks."""
+        return sequence.num_tokens
 
     def check_writing_ends(self, now: float) -> None:
         """Left alone, the tier stops moving blocks: there is nothing that two of them could want in turns."""

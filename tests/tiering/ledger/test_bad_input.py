@@ -142,7 +142,7 @@ def test_a_group_that_there_is_not_is_refused(run: GroupRun, group: Any) -> None
         lambda: capacity.remaining_blocks_to_completion(ledger, sequence, group),
         lambda: scheduling.request_block_budget(ledger, sequence, group),
         lambda: scheduling.num_schedulable_blocks(ledger, WhatIf(3), group),
-        lambda: WhatIf(3).remove(sequence, group),
+        lambda: WhatIf(3).remove(ledger, sequence, group),
     ]
     for call in calls:
         assert "groups 0..2" in str(run.refused(RequestError, call))

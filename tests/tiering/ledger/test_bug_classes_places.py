@@ -5,8 +5,10 @@ The numbers name issues and pull requests of TensorRT-LLM in which the symptom w
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
-from hand_run import HandRun, ends, level, on_secondary, place, words
+from hand_run import HandRun, ends, level, on_nvme, on_secondary, place, words
 from naive_model import snapshot
 
 from kvtier.errors import RequestError
@@ -215,6 +217,26 @@ def test_a_block_may_be_on_another_level_than_the_blocks_before_and_behind_it(lo
     assert run.compute(sequence)
     run.remove(sequence)
     assert run.add([*words("ab"), 5, 5]).prepopulated == 8
+    run.finish()
+
+
+@pytest.mark.parametrize("levels", list(product((PRIMARY, SECONDARY, NVME), repeat=3)), ids=str)
+def test_a_prompt_is_found_whatever_level_each_of_its_blocks_is_on(levels: tuple[int, int, int]) -> None:
+    """Bugs 4596, 3735, 699, 2708."""
+    run = HandRun(8, 4, 4, keep_backing=False)
+    blocks = on_nvme(run, "abc")
+    for block, wanted in zip(blocks, levels, strict=True):
+        if wanted != NVME:
+            run.onboard(block)
+            run.settle()
+        if wanted == SECONDARY:
+            run.offload(block)
+            run.settle()
+    assert [level(block) for block in blocks] == list(levels)
+    sequence = run.add("abc")
+    assert sequence.prepopulated == 12
+    assert run.compute(sequence)
+    run.remove(sequence)
     run.finish()
 
 

@@ -7,13 +7,13 @@ from hand_run import LAST, TOKENS_PER_BLOCK, HandRun, on_nvme, on_secondary, wor
 from naive_model import snapshot
 
 from kvtier.pools.pool_index import PRIMARY
-from kvtier.tiering.ledger import capacity
+from kvtier.tiering.ledger import capacity, scheduling
 from kvtier.tiering.ledger.group import GroupSpec
 from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.key import BlockKey, Namespace, TokenKeys, next_chain_key
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import WarmRow
-from kvtier.tiering.ledger.request import Request
+from kvtier.tiering.ledger.request import MultimodalItem, Request
 from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.ledger.scheduling import WhatIf
 from kvtier.tiering.ledger.truncating import truncate
@@ -30,7 +30,9 @@ def test_match_counts_stored_blocks_by_level_and_names_the_first_new_one() -> No
     assert found.reusable_blocks == 3
     assert found.tokens_by_level == (8, 4, 0)
     assert found.referenced_blocks == 0
-    assert found.first_new_key == BlockKey(tuple(words("d")))
+    key = found.first_new_key
+    assert key is not None
+    assert key == BlockKey(tuple(words("d")), prefix=key.prefix)
     assert capacity.match(run.ledger, run.request("abc")).first_new_key is None, "only the newest token is new"
     run.finish()
 
@@ -336,11 +338,11 @@ def test_a_what_if_counts_a_shared_block_when_its_last_sequence_goes_and_touches
     first, second = run.add_all(run.request("ab"), run.request("ab"))
     before = snapshot(run.ledger)
     what_if = WhatIf(1)
-    assert what_if.remove(first) == 1
-    assert what_if.remove(second) == 3
+    assert what_if.remove(run.ledger, first) == 1
+    assert what_if.remove(run.ledger, second) == 3
     assert snapshot(run.ledger) == before
     what_if = WhatIf(1)
-    assert what_if.remove(second) == 1, "a new what-if starts from the real counts"
+    assert what_if.remove(run.ledger, second) == 1, "a new what-if starts from the real counts"
     free = run.free()
     run.remove(second)
     assert run.free() - free == 1
@@ -352,10 +354,10 @@ def test_a_what_if_does_not_free_what_a_lease_holds() -> None:
     sequence = run.add("ab")
     lease = run.ledger.pin(sequence.id)
     what_if = WhatIf(1)
-    assert what_if.remove(sequence) == 0
+    assert what_if.remove(run.ledger, sequence) == 0
     run.ledger.release_lease(lease)
     what_if = WhatIf(1)
-    assert what_if.remove(sequence) == 3
+    assert what_if.remove(run.ledger, sequence) == 3
     run.finish()
 
 
@@ -374,3 +376,43 @@ def test_a_request_asked_about_again_is_told_what_has_changed_since() -> None:
     assert capacity.match(run.ledger, request).reusable_blocks == 3
     truncate(run.ledger, run.request("ab"), 4)
     assert capacity.match(run.ledger, request).reusable_blocks == 1
+
+
+def test_a_what_if_does_not_free_what_a_file_is_being_read_into() -> None:
+    run = HandRun(8, 2, 4)
+    on_nvme(run, "ab")
+    sequence = run.add("abc")
+    what_if = WhatIf(1)
+    assert what_if.remove(run.ledger, sequence) == 2, "block c and the tail; a and b are being read"
+    free = run.free()
+    expected = scheduling.num_schedulable_blocks(run.ledger, what_if, 0)
+    run.remove(sequence, store=False)
+    assert run.free() == expected == free + 2
+    run.finish()
+
+
+def test_equal_blocks_behind_different_prompts_are_not_worth_waiting_for() -> None:
+    run = HandRun(8)
+    computing = {capacity.match(run.ledger, run.request("ax")).first_new_key, None}
+    assert scheduling.beneficial_to_skip(run.ledger, run.request("ay"), computing)
+    run.serve("a")
+    run.serve("b")
+    computing = {capacity.match(run.ledger, run.request("ax")).first_new_key}
+    assert scheduling.beneficial_to_skip(run.ledger, run.request("axy"), computing)
+    assert not scheduling.beneficial_to_skip(run.ledger, run.request("bx"), computing), "the same tokens behind others"
+    run.finish()
+
+
+def test_the_images_before_a_block_tell_its_key_from_others() -> None:
+    run = HandRun(8)
+    keys = []
+    for letter in (b"i", b"j"):
+        request = run.request("ax", multimodal=[MultimodalItem(letter * 32, [(0, 2)])])
+        sequence = run.add("a", multimodal=[MultimodalItem(letter * 32, [(0, 2)])])
+        assert run.compute(sequence)
+        run.remove(sequence)
+        keys.append(capacity.match(run.ledger, request).first_new_key)
+    assert keys[0] is not None
+    assert keys[0] != keys[1]
+    assert keys[0].tokens == tuple(words("x"))
+    run.finish()

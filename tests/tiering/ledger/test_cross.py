@@ -137,3 +137,21 @@ def test_nobody_waits_for_a_block_that_is_computed_behind_another_input() -> Non
     assert scheduling.beneficial_to_skip(run.ledger, run.request(range(9), encoder_length=9, encoder_digest=SOUND), contributed)
     assert not scheduling.beneficial_to_skip(run.ledger, run.request(range(9), encoder_length=9, encoder_digest=OTHER), contributed)
     run.finish()
+
+
+def test_a_lost_encoder_block_takes_the_sequence_back_to_its_start() -> None:
+    """Its position counts the encoder's tokens: every token of the decoder has read all of them, and the engine writes them before the
+    first one."""
+    run = GroupRun(full(24), cross(8))
+    sequence = run.add(range(10), encoder_length=9)
+    assert run.compute(sequence)
+    lease = run.ledger.pin(sequence.id)
+    run.fails = lambda _move: True
+    run.ledger.make_writable(sequence.id, 2, 1)
+    run._carry_out_all()
+    run.fails = lambda _move: False
+    assert (sequence.computed, sequence.must_report) == (0, True)
+    run._encoded.discard(sequence.order)
+    run.append(sequence, 1, 2, 3)
+    run.ledger.release_lease(lease)
+    run.finish()

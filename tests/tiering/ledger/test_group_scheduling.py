@@ -19,10 +19,10 @@ def test_a_what_if_frees_in_every_group_what_nobody_else_holds() -> None:
     one, two = run.add_all(run.request(range(9)), run.request([*range(8), 50]))
     run.append(one, *range(12))
     what_if = WhatIf(2)
-    freed = what_if.remove(one, 1)
+    freed = what_if.remove(run.ledger, one, 1)
     assert freed == len(run.real_ids(one, 1)) - 2
     assert what_if.freed[0] == len(run.real_ids(one, 0) - run.real_ids(two, 0))
-    what_if.remove(two)
+    what_if.remove(run.ledger, two)
     for group in range(2):
         assert scheduling.num_schedulable_blocks(run.ledger, what_if, group) == 24
         assert run.free(group) < 24
@@ -34,8 +34,8 @@ def test_a_what_if_removes_a_sequence_once() -> None:
     run.serve(range(9))
     one, _two = run.add_all(run.request(range(9)), run.request([*range(8), 50]))
     what_if = WhatIf(1)
-    assert what_if.remove(one) == 1
-    assert what_if.remove(one) == 0
+    assert what_if.remove(run.ledger, one) == 1
+    assert what_if.remove(run.ledger, one) == 0
     assert what_if.freed == [1]
     run.finish()
 
@@ -46,8 +46,8 @@ def test_a_what_if_counts_beams_once_and_what_leases_hold_never() -> None:
     pinned = run.add(range(50, 55))
     lease = run.ledger.pin(pinned.id)
     what_if = WhatIf(2)
-    assert what_if.remove(beams, 1) == 4
-    assert what_if.remove(pinned, 1) == 0
+    assert what_if.remove(run.ledger, beams, 1) == 4
+    assert what_if.remove(run.ledger, pinned, 1) == 0
     run.ledger.release_lease(lease)
     run.finish()
 

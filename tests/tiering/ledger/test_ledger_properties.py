@@ -1,4 +1,4 @@
-"""The random machine over the whole ledger API, for every layout: see ``ledger_machine`` and ``serving_machine`` for its rules.
+"""The random machine over the whole ledger API, for every layout: ``ledger_machine``, ``serving_machine``, ``drafting_machine``.
 
 A step is one call of a rule, followed by all checks; they are counted. `make test-compiled` takes 20,000 of them over all layouts, `make
 test` fewer, since interpreted they take longer, and `make fuzz-ledger` a million.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 
 import pytest
+from drafting_machine import DraftingMachine
 from group_layouts import LAYOUTS
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
-from serving_machine import ServingMachine
 
 from kvtier.tiering.ledger import ledger
 
@@ -23,7 +23,7 @@ STEPS_PER_LIFE = 40
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_ledger_is_what_the_naive_model_says(name: str) -> None:
-    class Machine(ServingMachine):
+    class Machine(DraftingMachine):
         layout = name
 
     steps = -(-STEPS // len(LAYOUTS))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from group_run import GroupRun, full, window
 
@@ -36,14 +38,55 @@ def test_a_block_that_leaves_the_window_becomes_a_placeholder_and_stays_reusable
     run.finish()
 
 
-def test_a_block_that_leaves_the_window_without_being_stored_is_given_back_empty() -> None:
+def test_what_leaves_the_window_is_stored_before_though_nobody_asked_for_it() -> None:
     run = GroupRun(window(8, 16))
     sequence = run.add(prompt(3))
     run.append(sequence, 1, 2, 3)
     assert placeholders(run, sequence) == [0, 1]
     assert run.free() == 16 - 2
     run.release(sequence)
-    assert run.reuse(prompt(3)) == 0, "the first block is not there, and it is inside the window of a short prompt"
+    assert run.reuse(prompt(1)) == 4
+    assert run.reuse(prompt(3)) == 12
+    assert run.reuse([*prompt(3), 1, 2, 3]) == 15
+    run.finish()
+
+
+def test_a_long_answer_behind_a_window_is_reusable_as_a_whole_without_store_context() -> None:
+    run = GroupRun(window(8, 24), full(24))
+    sequence = run.add(prompt(2))
+    answer = list(range(30))
+    run.append(sequence, *answer)
+    assert len(placeholders(run, sequence)) == 7
+    run.release(sequence)
+    whole = [*prompt(2), *answer]
+    assert run.reuse(whole) == 38
+    for num_tokens in range(4, 38, 4):
+        assert run.reuse(whole[:num_tokens + 1]) == num_tokens, "each block of the window group is there, not only the last ones"
+    run.finish()
+
+
+def test_an_append_counts_what_comes_before_it_as_computed_when_it_stores() -> None:
+    """An engine that never calls mark_computed: the first append says that the whole prompt has been computed."""
+    run = GroupRun(window(8, 16))
+    sequence = run.add(prompt(4))
+    run._forward(sequence, 0, 17)
+    run.ledger.append_step([sequence.id], [[1]])
+    run.check()
+    assert capacity.match(run.ledger, run.request(prompt(4))).reusable_blocks == 4
+    run.drop(sequence)
+    run.finish()
+
+
+@pytest.mark.parametrize(("keywords", "rules"), [({"skip_write": True}, {}), ({}, {"enable_block_reuse": False})])
+def test_a_block_that_leaves_the_window_and_may_not_be_stored_is_given_back_empty(keywords: dict[str, Any], rules: dict[str, Any]) -> None:
+    run = GroupRun(window(8, 16), **rules)
+    sequence = run.add(prompt(3), **keywords)
+    run.append(sequence, 1, 2, 3)
+    assert placeholders(run, sequence) == [0, 1]
+    assert run.free() == 16 - 2
+    assert not any(block.has_content for block in run.ledger.allocators[0].blocks)
+    run.release(sequence)
+    assert run.reuse(prompt(3)) == 0
     run.finish()
 
 
@@ -245,11 +288,12 @@ def test_a_hole_is_filled_by_the_next_request_that_computes_it() -> None:
     run.finish()
 
 
-def test_what_leaves_before_it_is_stored_leaves_a_hole_for_the_group_alone() -> None:
+def test_what_is_evicted_outside_of_the_window_leaves_a_hole_for_the_group_alone() -> None:
     run = GroupRun(window(8, 16), full(16))
     sequence = run.add(prompt(3))
     run.append(sequence, 1, 2, 3, 4)
     run.release(sequence)
+    run.evict(0, 1000)
     assert run.reuse(prompt(1)) == 0
     assert run.reuse([*prompt(3), 1, 2, 3, 9]) == 16
     run.finish()

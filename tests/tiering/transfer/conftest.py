@@ -138,6 +138,7 @@ class Rig:
                                  HostArena(secondary, group.block_bytes, pin=False) if secondary else None)
                       for _ in range(groups)]
         self.store = MemoryStore()
+        options = {"check_order": True, **options}
         self.transfers = TransferManager(device or open_device("cpu"), self.pools, self.store if with_store else None,
                                          **options)
         self.generations: dict[tuple[int, int], int] = {}

@@ -164,7 +164,10 @@ def check(rig: Any, calls: list[list[Step]]) -> None:
 QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
-@settings(suppress_health_check=QUIET)
+FEWER = settings(suppress_health_check=QUIET, max_examples=settings().max_examples // 3)  # each with threads of its own
+
+
+@FEWER
 @given(calls=CALLS, seed=st.integers(0, 1000), staging=st.integers(1, 3), readers=st.integers(1, 3))
 def test_bytes_and_failures_equal_those_of_sequential_execution(
         make_rig: Make, calls: list[list[Step]], seed: int, staging: int, readers: int) -> None:
@@ -175,7 +178,7 @@ def test_bytes_and_failures_equal_those_of_sequential_execution(
     assert rig.transfers.close(10.0)
 
 
-@settings(suppress_health_check=QUIET)
+@FEWER
 @given(calls=CALLS, seed=st.integers(0, 1000), staging=st.integers(1, 3))
 def test_the_cuda_twin_keeps_the_same_order_on_the_stand_in(
         make_rig: Make, cuda_device: Make, calls: list[list[Step]], seed: int, staging: int) -> None:

@@ -31,7 +31,7 @@ def test_each_move_is_reported_exactly_once_by_whoever_drains(make_rig: Make) ->
     threads = [threading.Thread(target=drain) for _ in range(2)]
     for thread in threads:
         thread.start()
-    for round_number in range(100):
+    for round_number in range(25):
         rig.transfers.issue([rig.move(pool_index(round_number % 2, slot), pool_index(1 - round_number % 2, slot))
                              for slot in range(16)])
     assert rig.transfers.idle(10.0)
@@ -39,7 +39,7 @@ def test_each_move_is_reported_exactly_once_by_whoever_drains(make_rig: Make) ->
     for thread in threads:
         thread.join(10.0)
     seen.extend(result.move.number for result in rig.transfers.drain())
-    assert sorted(seen) == list(range(1600))
+    assert sorted(seen) == list(range(400))
 
 
 def test_when_a_wait_returns_the_results_can_be_drained(make_rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +58,7 @@ def test_when_a_wait_returns_the_results_can_be_drained(make_rig: Make, monkeypa
         rig.transfers.issue([rig.move(P[0], S[0])])
         assert wait()
         assert len(rig.transfers.drain()) == 1
+        rig.transfers.order_after_engine(None)
 
 
 def test_waits_keep_their_time_outs(make_rig: Make) -> None:
@@ -158,21 +159,21 @@ def test_what_is_pending_does_not_grow_with_the_number_of_moves(make_rig: Make) 
     rig = make_rig(primary=16, secondary=16)
     for slot in range(8):
         rig.fill(N[slot], slot)
-    for round_number in range(625):
+    for round_number in range(125):
         upwards = round_number % 2
         records = [rig.move(pool_index(upwards, slot), pool_index(1 - upwards, slot)) for slot in range(14)]
         records += [rig.move(S[0], N[round_number % 8]), rig.move(N[(round_number + 4) % 8], pool_index(0, 15))]
         rig.transfers.issue(records)
         assert rig.transfers.idle(10.0)
         assert rig.transfers._graph.size() == 0
-    assert len(rig.transfers.drain()) == 10_000
+    assert len(rig.transfers.drain()) == 2000
     assert rig.transfers._open == {}
     assert rig.transfers._ready == []
 
 
 def test_failures_that_are_remembered_are_bounded_by_the_slots(make_rig: Make) -> None:
     rig = make_rig(faults=Faults([FaultRule(FaultKind.FAILURE, FaultOperation.COPY)]))
-    for _ in range(300):
+    for _ in range(60):
         rig.transfers.issue([rig.move(P[slot], S[slot]) for slot in range(8)])
         rig.settle()
     assert rig.transfers._graph.size() == 8

@@ -1,0 +1,385 @@
+"""Blocks computed from what had not arrived (design: all or nothing): a failed read takes along everything that was computed from it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from doubtful_tier import RushingDriver
+from group_run import GroupRun, window
+from hand_run import HandRun, expect_lost, on_secondary, pending, words
+
+from kvtier.errors import CapacityError
+from kvtier.policies.eviction import NOT_QUEUED
+from kvtier.pools.pool_index import PRIMARY, SECONDARY, level_of
+from kvtier.tiering.ledger import capacity
+from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.confirming import awaited_slots
+from kvtier.tiering.ledger.events import Removed
+from kvtier.tiering.ledger.group import FULL, RECURRENT, WINDOW, GroupSpec
+from kvtier.tiering.ledger.ledger import Ledger
+from kvtier.tiering.ledger.moves import Move
+from kvtier.tiering.ledger.request import Request
+from kvtier.tiering.ledger.rules import LedgerRules
+from kvtier.tiering.ledger.sequence import ActiveSequence
+from kvtier.tiering.ledger.truncating import truncate
+
+# -- by hand: 4 tokens in a block, a letter for each block -----------------------------------------------------------------
+
+
+def hurry(run: HandRun, sequence: ActiveSequence) -> None:
+    """The engine computes everything without waiting for what it reads."""
+    run.driver._write(sequence, sequence.computed, sequence.num_tokens)
+    run.ledger.mark_computed(sequence.id, sequence.num_tokens)
+
+
+def stored(run: HandRun, sequence: ActiveSequence, letters: str) -> list[Block]:
+    """Compute in a hurry and store; the blocks of these letters, of which the last ones are new."""
+    hurry(run, sequence)
+    run.ledger.store_context(sequence.id)
+    return sequence.blocks[:len(letters)]
+
+
+def reusable(run: HandRun, letters: str) -> int:
+    return capacity.match(run.ledger, run.request(letters)).reusable_blocks
+
+
+def fails(run: HandRun, move: Move) -> None:
+    """Carried out and reported; what an engine computed in a hurry is not looked at in between."""
+    run.tier.carry_out(move, True)
+    run.ledger.finish(move, True)
+    run.driver.events.consume()
+
+
+@pytest.mark.parametrize("still_active", [True, False])
+def test_what_was_stored_behind_a_block_that_is_lost_later_leaves_the_tree(still_active: bool) -> None:
+    run = HandRun(12, 4)
+    on_secondary(run, "ab")
+    sequence = run.add("abcd")
+    first, second = [move for move in run.tier.waiting if isinstance(move, Move)]
+    a, b, c, d = stored(run, sequence, "abcd")
+    keys = {run.key(block) for block in (b, c, d)}
+    assert reusable(run, "abcd") == 4
+    if not still_active:
+        run.driver.remove(sequence.id, True)
+    run.tier.carry_out(first, False)
+    run.ledger.finish(first, False)
+    run.driver.events.consume()
+    run.tier.carry_out(second, True)
+    run.ledger.finish(second, True)
+    removed = [event.data for event in run.driver.events.consume() if isinstance(event.data, Removed)]
+    assert {key for data in removed for key in data.block_hashes} == keys
+    assert a.node is not None
+    assert b.node is c.node is d.node is None
+    assert reusable(run, "abcd") == 1
+    if still_active:
+        expect_lost(sequence, 4)
+        assert run.compute(sequence)
+        run.remove(sequence)
+        assert reusable(run, "abcd") == 4
+    run.finish()
+
+
+def test_what_was_stored_behind_a_block_that_arrives_stays() -> None:
+    run = HandRun(12, 4)
+    on_secondary(run, "a")
+    sequence = run.add("abc")
+    stored(run, sequence, "abc")
+    run.end(pending(run, SECONDARY, PRIMARY))
+    run.append(sequence, 1)
+    assert not run.ledger.allocators[0].unconfirmed.by_block
+    run.remove(sequence)
+    assert reusable(run, "abc") == 3
+    run.finish()
+
+
+def test_what_another_sequence_stored_there_before_stays() -> None:
+    """Only what was computed from the lost block goes: not what lies behind its place in the tree."""
+    run = HandRun(16, 4)
+    [a, b, _c] = run.serve("abc")
+    run.offload(a)
+    run.settle()
+    alone = run.add("abd", skip_read=True)
+    assert run.compute(alone)
+    hasty = run.add("abe")
+    move = pending(run, SECONDARY, PRIMARY)
+    hurry(run, hasty)
+    run.ledger.store_context(hasty.id)
+    run.ledger.store_context(alone.id)
+    fails(run, move)
+    assert a.node is None
+    assert b.node is not None
+    assert hasty.must_report
+    assert not alone.must_report
+    run.driver.remove(alone.id, True)  # fills the hole
+    assert [reusable(run, letters) for letters in ("abc", "abd", "abe")] == [3, 3, 2]
+    run.finish()
+
+
+def test_a_sequence_that_shares_what_was_computed_from_a_lost_block_is_told_and_loses_what_it_stored() -> None:
+    run = HandRun(16, 4)
+    on_secondary(run, "a")
+    first = run.add("ab")
+    move = pending(run, SECONDARY, PRIMARY)
+    stored(run, first, "ab")
+    run.driver.remove(first.id, True)
+    second = run.ledger.add_sequences([run.request("abcd", id=1)])[0]
+    assert second.prepopulated == 8
+    run.ledger.mark_computed(1, second.num_tokens)
+    run.ledger.store_context(1)
+    third = run.ledger.add_sequences([run.request("abcdx", id=2)])[0]
+    assert third.prepopulated == 16
+    fails(run, move)
+    for sequence in (second, third):
+        expect_lost(sequence, 0)
+    assert reusable(run, "abcd") == 0
+    for request_id in (1, 2):
+        run.ledger.remove_sequence(request_id, False)
+    run.finish()
+
+
+def test_blocks_computed_from_a_block_outside_of_the_next_ones_window_are_waited_for_and_lost() -> None:
+    """The second prompt reuses what its window needs: not the block that the first one has not got yet."""
+    run = GroupRun(window(4, 16, 8))
+    run.serve(range(5))
+    run.ledger.offload(0)
+    run.settle()
+    first = run.ledger.add_sequences([run.request(range(5), id=1)])[0]
+    assert first.prepopulated == 4
+    [move] = run.ledger.moves.take()
+    run.ledger.mark_computed(1, 5)
+    for token in range(5, 17):  # the first block leaves the window before it has arrived
+        run.ledger.append_step([1], [[token]])
+    second = run.ledger.add_sequences([run.request(range(14), id=2)])[0]
+    assert second.prepopulated == 12
+    assert awaited_slots(run.ledger, second, 0)
+    run.ledger.mark_computed(2, 14)
+    for token in range(70, 76):
+        run.ledger.append_step([2], [[token]])
+    run.ledger.store_context(2)
+    assert isinstance(move, Move)
+    run.ledger.finish(move, True)
+    assert first.must_report
+    assert first.computed == 0
+    assert second.must_report
+    assert second.computed < 12
+    assert capacity.match(run.ledger, run.request([*range(14), *range(70, 76)])).reusable_blocks == 0
+    for request_id in (1, 2):
+        run.ledger.remove_sequence(request_id, False)
+    assert not run.ledger.allocators[0].unconfirmed.by_move
+
+
+def test_a_copy_of_part_of_an_unconfirmed_block_is_lost_with_it() -> None:
+    run = HandRun(16, 4)
+    on_secondary(run, "a")
+    first = run.add("ab")
+    move = pending(run, SECONDARY, PRIMARY)
+    stored(run, first, "ab")
+    second = run.ledger.add_sequences([run.request([*words("a"), *words("b")[:2], 8, 8, 8], id=1)])[0]
+    assert second.prepopulated == 6
+    assert second.blocks[1] is not first.blocks[1]
+    assert second.blocks[1].id in run.ledger.allocators[0].unconfirmed.by_block
+    fails(run, move)
+    expect_lost(second, 0)
+    run.ledger.remove_sequence(1, False)
+    run.finish()
+
+
+def test_an_unconfirmed_block_is_not_written_to_nvme_until_it_is_confirmed() -> None:
+    run = HandRun(8, 4, 4)
+    on_secondary(run, "a")
+    sequence = run.add("ab")
+    move = pending(run, SECONDARY, PRIMARY)
+    [_a, b] = stored(run, sequence, "ab")
+    run.driver.remove(sequence.id, True)
+    run.ledger.offload(b.id)
+    run.ledger.refresh(1.0)
+    assert b.nvme_backing is None
+    run.tier.fetch()
+    run.tier.carry_out(move, False)
+    run.ledger.finish(move, False)
+    run.ledger.refresh(2.0)
+    assert b.nvme_backing is not None
+    run.settle()
+    run.finish()
+
+
+def test_a_copy_made_after_the_sequence_was_ready_counts_as_well() -> None:
+    """A lease shares the unfilled block; the append copies it, and the engine goes on before the copy has been made."""
+    run = HandRun(12)
+    sequence = run.add([1, 2, 3, 4, 5, 6])
+    assert run.compute(sequence)
+    run.ledger.deliver(sequence)
+    assert sequence.rows[0].is_settled
+    lease = run.ledger.pin(sequence.id)
+    run.ledger.append_step([sequence.id], [[7]])
+    run.tier.fetch()
+    move = pending(run, PRIMARY, PRIMARY)
+    for token in (8, 9, 10, 11):
+        run.ledger.append_step([sequence.id], [[token]])
+    run.ledger.store_context(sequence.id)
+    assert [block.node is not None for block in sequence.blocks[:2]] == [True, True]
+    run.ledger.finish(move, True)
+    assert (sequence.computed, sequence.must_report) == (4, True)
+    assert [block.node is not None for block in sequence.blocks[:2]] == [True, False]
+    run.ledger.release_lease(lease)
+    run.ledger.remove_sequence(sequence.id, False)
+
+
+# -- random lives ----------------------------------------------------------------------------------------------------------
+
+TOKENS_PER_BLOCK = 2
+LEVELS = (22, 14, 6)
+LAYOUTS = {
+    "full": [GroupSpec(LEVELS, FULL)],
+    "window": [GroupSpec(LEVELS, WINDOW, 5)],
+    "window full": [GroupSpec(LEVELS, WINDOW, 3), GroupSpec(LEVELS, FULL)],
+    "full recurrent": [GroupSpec(LEVELS, FULL), GroupSpec(LEVELS, RECURRENT, snapshot_interval=4)],
+}
+
+
+class Lives:
+    """Random lives, most of them in a hurry."""
+
+    def __init__(self, layout: str, seed: int) -> None:
+        self.random = random.Random(seed)
+        rules = LedgerRules(policy="lru", keep_backing=self.random.random() < 0.5, write_ahead_share=1.0)
+        self.ledger = Ledger(LAYOUTS[layout], TOKENS_PER_BLOCK, rules)
+        self.driver = RushingDriver(self.ledger)
+        self.prompts: list[list[int]] = []
+        self.next_id = 0
+        self.now = 0.0
+        self.losses = 0
+
+    def run(self, steps: int) -> None:
+        verbs = [(8, self.add), (9, self.rush), (3, self.rush_on), (1, self.compute), (6, self.store), (4, self.remove), (6, self.offload),
+                 (2, self.carry_out), (3, self.report), (1, self.settle), (1, self.refresh), (1, self.truncate), (1, self.rewind)]
+        for _ in range(steps):
+            [(_weight, verb)] = self.random.choices(verbs, [weight for weight, _verb in verbs])
+            try:
+                verb()
+            except CapacityError:
+                self.remove()
+            self.driver.tiers.fetch()
+            if verb in (self.report, self.settle) or self.random.random() < 0.25:
+                self.driver.check()
+        for request_id in list(self.ledger.sequences):
+            self.driver.remove(request_id, self.random.random() < 0.5)
+            self.driver.check()
+        self.driver.tiers.settle(self.decide)
+        self.driver.check_idle()
+        for allocator in self.ledger.allocators:
+            assert not allocator.arriving
+            assert not allocator.unconfirmed.by_block
+            assert not allocator.unconfirmed.by_move
+
+    def decide(self, _move: Move) -> bool:
+        return self.random.random() < 0.3
+
+    def pick(self) -> int | None:
+        return self.random.choice(list(self.ledger.sequences)) if self.ledger.sequences else None
+
+    def add(self) -> None:
+        if len(self.ledger.sequences) > 3:
+            return self.remove()
+        prompt = [self.random.randint(0, 2) for _ in range(self.random.randint(3, 8))]
+        if self.prompts and self.random.random() < 0.9:
+            old = self.random.choice(self.prompts[-4:])
+            prompt = old[:self.random.randint(max(len(old) - 3, 1), len(old))] + prompt[:self.random.randint(0, 4)]
+        self.prompts.append(prompt[:14])
+        self.next_id += 1
+        self.driver.add(Request(self.next_id, prompt[:14], skip_read=self.random.random() < 0.1))
+        return None
+
+    def rush(self) -> None:
+        request_id = self.pick()
+        if request_id is not None:
+            sequence = self.ledger.sequence(request_id)
+            if not self.driver.rush(request_id, self.random.choice([None, None, self.random.randint(0, sequence.num_tokens)]), self.decide):
+                self.hear(request_id)
+
+    def rush_on(self) -> None:
+        request_id = self.pick()
+        if request_id is not None:
+            tokens = [self.random.randint(0, 2) for _ in range(self.random.choice([1, 1, 2]))]
+            if not self.driver.rush_on(request_id, tokens, self.decide):
+                self.hear(request_id)
+
+    def hear(self, request_id: int) -> None:
+        """The engine is told of a loss."""
+        self.losses += 1
+        if self.ledger.sequence(request_id).must_preempt or not self.driver.make_ready(request_id, self.decide):
+            self.driver.remove(request_id, True)
+
+    def compute(self) -> None:
+        request_id = self.pick()
+        if request_id is not None and not self.driver.compute(request_id, None, self.decide):
+            self.driver.remove(request_id, True)
+
+    def store(self) -> None:
+        request_id = self.pick()
+        if request_id is not None:
+            self.driver.store_context(request_id)
+
+    def remove(self) -> None:
+        request_id = self.pick()
+        if request_id is not None:
+            self.driver.remove(request_id, self.random.random() < 0.8)
+
+    def offload(self) -> None:
+        for group, allocator in enumerate(self.ledger.allocators):
+            for block in allocator.blocks:
+                if block.node is not None and block.queue != NOT_QUEUED and level_of(block.index) == PRIMARY and self.random.random() < 0.6:
+                    self.ledger.offload(block.id, group)
+                    self.driver.tiers.fetch()
+
+    def carry_out(self) -> None:
+        for _ in range(self.random.randint(1, 3)):
+            runnable = [(tier, record) for tier in self.driver.tiers.groups for record in tier.runnable()]
+            if runnable:
+                tier, record = self.random.choice(runnable)
+                tier.carry_out(record, isinstance(record, Move) and self.decide(record))
+
+    def report(self) -> None:
+        ended = [(tier, position) for tier in self.driver.tiers.groups for position in range(len(tier.ended))]
+        if ended:
+            tier, position = self.random.choice(ended)
+            tier.report(position)
+
+    def settle(self) -> None:
+        self.driver.tiers.settle(self.decide)
+
+    def refresh(self) -> None:
+        self.now += 1.0
+        self.driver.refresh(self.now)
+
+    def truncate(self) -> None:
+        if self.prompts:
+            prompt = self.random.choice(self.prompts[-6:])
+            truncate(self.ledger, Request(0, prompt), self.random.randint(0, len(prompt)))
+            self.driver.tiers.fetch()
+
+    def rewind(self) -> None:
+        request_id = self.pick()
+        if request_id is not None and not self.ledger.has_recurrent and not self.ledger.has_window:
+            sequence = self.ledger.sequence(request_id)
+            self.driver.rewind(request_id, self.random.randint(0, sequence.num_tokens - sequence.num_prompt_tokens))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_that_was_computed_from_a_lost_block_stays_in_the_tree(layout: str) -> None:
+    losses = taken_along = 0
+    for seed in range(30):
+        lives = Lives(layout, seed)
+        lives.run(60)
+        losses += lives.losses
+        taken_along += lives.driver.tiers.taken_along
+    assert losses > 3
+    assert taken_along > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_that_was_computed_from_a_lost_block_stays_in_the_tree_in_many_lives(layout: str) -> None:
+    for seed in range(1000, 2500):
+        Lives(layout, seed).run(80)

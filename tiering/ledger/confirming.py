@@ -1,0 +1,155 @@
+"""Storing what a sequence has computed, and what that waits for (design: all or nothing).
+
+Where nothing is arriving, which is where engines wait for what they read, all of this is one look at each group.
+"""
+
+from __future__ import annotations
+
+from kvtier.pools.pool_index import PoolIndex
+from kvtier.tiering.ledger.admission import may_store
+from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.group import CROSS
+from kvtier.tiering.ledger.moves import Move
+from kvtier.tiering.ledger.recomputing import take_places
+from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
+from kvtier.tiering.ledger.state import LedgerState
+from kvtier.tiering.ledger.storing import store_blocks
+from kvtier.tiering.ledger.unconfirmed import UnconfirmedBlocks
+
+Waits = list[tuple[int, Move]]
+"""Moves that have not ended, each with the position from which on the sequence's blocks depend on it."""
+
+
+def store(state: LedgerState, sequence: ActiveSequence, with_partial: bool) -> None:
+    """The sequence's computed blocks enter the reuse tree, if its request may store. See :func:`store_blocks`."""
+    if not may_store(state, sequence.request) or sequence.must_preempt:
+        return
+    first = sequence.valid // state.tokens_per_block  # what lies before was not computed by this sequence
+    waits: Waits = []
+    if _may_wait(state, sequence) and sequence.storable_tokens() > first * state.tokens_per_block:
+        waits = _waits_of(state, sequence)
+    if not waits:
+        if sequence.left_tokens:
+            take_places(state, sequence)
+        store_blocks(state.tree, state.allocators, state.groups, state.events, sequence, with_partial)
+        return
+    outside = [[(first + number, block) for number, block in enumerate(row.blocks[first:]) if block.id >= 0 and block.node is None]
+               for row in sequence.rows]
+    store_blocks(state.tree, state.allocators, state.groups, state.events, sequence, with_partial)
+    waits.sort(key=_position_of)
+    for row in sequence.rows:
+        _note(state.allocators[row.group].unconfirmed, outside[row.group], waits)
+
+
+def awaited_slots(state: LedgerState, sequence: ActiveSequence, group: int) -> list[PoolIndex]:
+    """Slots of a group whose Moves decide whether the sequence's blocks are good, beside those that it holds itself."""
+    if not _has_unconfirmed(state):
+        return []
+    return [move.destination for row in sequence.rows for _position, move in _unconfirmed_waits(state, row) if move.group == group]
+
+
+def leave_behind(state: LedgerState, row: SequenceRow, position: int, block: Block) -> None:
+    """A block leaves the row's window, perhaps before it has arrived."""
+    allocator = state.allocators[row.group]
+    waits: dict[int, Move] = {}
+    move = _move_into(allocator.arriving, block)
+    if move is not None:
+        waits[move.number] = move
+    unconfirmed = allocator.unconfirmed.by_block.get(block.id)
+    if unconfirmed is not None:
+        waits.update(unconfirmed.waits)
+    if waits:
+        row.left_behind = [*row.left_behind, allocator.unconfirmed.note_departed(position, waits)]
+
+
+def note_delivery(state: LedgerState, sequence: ActiveSequence) -> None:
+    """The sequence is ready: until something else is copied into its blocks, nobody need look whether they have arrived."""
+    for row in sequence.rows:
+        if row.is_settled:
+            continue
+        arriving = state.allocators[row.group].arriving
+        if arriving:
+            for beam in range(len(row.other_beams) + 1):
+                for block in row.beam(beam):
+                    if block.id >= 0 and _move_into(arriving, block) is not None:
+                        return
+        row.note_arrival()
+
+
+def _note(unconfirmed: UnconfirmedBlocks, outside: list[tuple[int, Block]], waits: Waits) -> None:
+    """Of blocks that were in no place before, those that are in one now wait for what comes before them."""
+    count = 0  # of the waits, in order of their positions, how many concern the block
+    batch: list[Block] = []
+    for position, block in outside:
+        reached = count
+        while reached < len(waits) and waits[reached][0] <= position:
+            reached += 1
+        if reached > count and batch:
+            unconfirmed.note(batch, {move.number: move for _position, move in waits[:count]})
+            batch = []
+        count = reached
+        if count and block.node is not None:
+            batch.append(block)
+    if batch:
+        unconfirmed.note(batch, {move.number: move for _position, move in waits[:count]})
+
+
+def _position_of(wait: tuple[int, Move]) -> int:
+    return wait[0]
+
+
+def _has_unconfirmed(state: LedgerState) -> bool:
+    for allocator in state.allocators:  # noqa: SIM110 (asked for every store; a generator costs more than the loop)
+        if allocator.unconfirmed.by_move:
+            return True
+    return False
+
+
+def _may_wait(state: LedgerState, sequence: ActiveSequence) -> bool:
+    for row in sequence.rows:
+        allocator = state.allocators[row.group]
+        if allocator.unconfirmed.by_move or (allocator.arriving and not row.is_settled):
+            return True
+    return False
+
+
+def _waits_of(state: LedgerState, sequence: ActiveSequence) -> Waits:
+    """What the sequence's blocks depend on. Stored is what the first beam has: no other one is looked at."""
+    found: Waits = []
+    for row in sequence.rows:
+        geometry = state.geometries[row.group]
+        arriving = state.allocators[row.group].arriving
+        if arriving and geometry.kind != CROSS:
+            for position, block in enumerate(row.blocks):
+                if block.id >= 0:
+                    move = _move_into(arriving, block)
+                    if move is not None:
+                        found.append((position, move))
+            for num_tokens, copy in row.state_copies:  # whatever stands where now, the state was that from there on
+                if arriving.get(copy.destination) is copy:
+                    found.append((num_tokens // state.tokens_per_block, copy))
+        found.extend(_unconfirmed_waits(state, row))
+    return found
+
+
+def _unconfirmed_waits(state: LedgerState, row: SequenceRow) -> Waits:
+    unconfirmed = state.allocators[row.group].unconfirmed
+    if not unconfirmed.by_move:
+        return []
+    found: Waits = []
+    if row.left_behind:
+        row.left_behind = [left for left in row.left_behind if left.waits]
+    for left in row.left_behind:
+        found.extend([(left.position, move) for move in left.waits.values()])
+    if unconfirmed.by_block:
+        for position, block in enumerate(row.blocks):
+            noted = unconfirmed.by_block.get(block.id)
+            if noted is not None:
+                found.extend([(position, move) for move in noted.waits.values()])
+    return found
+
+
+def _move_into(arriving: dict[PoolIndex, Move], block: Block) -> Move | None:
+    """The Move that the block's content still waits for, if there is one: not one into what the slot held before."""
+    move = arriving.get(block.index)
+    return None if move is None or move.destination_generation != block.generation else move
