@@ -27,7 +27,7 @@ from kvtier.tiering.file_workers import BlockStore, FileWorkers, cancelled
 from kvtier.tiering.ledger.moves import Discard, Move
 from kvtier.tiering.order_check import OrderCheck
 from kvtier.tiering.staging import StagingPool
-from kvtier.tiering.transfer_graph import NodeState, TransferGraph, TransferNode, Work
+from kvtier.tiering.transfer_graph import NodeState, TransferGraph, TransferNode, Work, as_exception, is_on_its_way, is_over
 from kvtier.tiering.transfer_results import CompletionQueue, MoveResult, TransferCounters
 
 __all__ = ["MoveResult", "TransferCounters", "TransferManager"]
@@ -244,7 +244,7 @@ class TransferManager:
             share = batch.seconds / len(batch.nodes)
             for node in batch.nodes:
                 if event.error is not None and node.error is None:
-                    node.error = _as_exception(event.error)
+                    node.error = as_exception(event.error)
                 node.seconds += share
                 self._finish(node)
             if batch.staging_slot >= 0:
@@ -308,7 +308,7 @@ class TransferManager:
         While this is True no stream may be ordered behind these slots.
         """
         with self._lock:
-            return any(_waits_for_file(node) for node in self._graph.pending(group, indices))
+            return any(not is_on_its_way(node) for node in self._graph.pending(group, indices))
 
     def wait(self, group: int, indices: Iterable[PoolIndex], timeout: float | None) -> bool:
         """Wait until the writes pending on these slots now are over, file reads included, and their results can be drained.
@@ -317,7 +317,7 @@ class TransferManager:
             False when ``timeout`` seconds were not enough, or when the manager was closed without them.
         """
         with self._lock:
-            return self._wait_locked(self._graph.pending_writes(group, indices), _is_over, _deadline(timeout))
+            return self._wait_locked(self._graph.pending_writes(group, indices), is_over, _deadline(timeout))
 
     def wait_for_files(self, group: int, indices: Iterable[PoolIndex], timeout: float | None) -> bool:
         """Wait until ``pending_files`` is False: a copy out of such a slot that is held behind a file keeps the engine from
@@ -327,7 +327,7 @@ class TransferManager:
             False when ``timeout`` seconds were not enough, or when the manager was closed without that.
         """
         with self._lock:
-            return self._wait_locked(self._graph.pending(group, indices), _is_on_its_way, _deadline(timeout))
+            return self._wait_locked(self._graph.pending(group, indices), is_on_its_way, _deadline(timeout))
 
     def order_before_engine(self, engine_stream: EngineStream | None, group: int, indices: Iterable[PoolIndex],
                             timeout: float | None) -> bool:
@@ -347,7 +347,7 @@ class TransferManager:
             if not nodes:
                 self._engine_begins((), group, indices, since)
                 return True
-            if not self._wait_locked(nodes, _is_on_a_stream, deadline):
+            if not self._wait_locked(nodes, is_on_its_way, deadline):
                 return False
             # On one stream the last event stands for all before it.
             last: dict[Stream, TransferNode] = {}
@@ -362,7 +362,7 @@ class TransferManager:
         if not all(event.is_done() for event in events):
             return True  # the device waits for them
         with self._lock:
-            return self._wait_locked(nodes, _is_over, deadline)
+            return self._wait_locked(nodes, is_over, deadline)
 
     def order_after_engine(self, engine_stream: EngineStream | None) -> None:
         """Copies issued from now on wait for what the engine has enqueued so far."""
@@ -480,27 +480,3 @@ def _deadline(timeout: float | None) -> float | None:
 
 def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(deadline - time.monotonic(), 0.0)
-
-
-def _is_over(node: TransferNode) -> bool:
-    return node.state is NodeState.DONE
-
-
-def _is_on_a_stream(node: TransferNode) -> bool:
-    return not _waits_for_file(node)
-
-
-def _is_on_its_way(node: TransferNode) -> bool:
-    return not _waits_for_file(node)
-
-
-def _waits_for_file(node: TransferNode) -> bool:
-    return node.state is NodeState.HELD or node.state is NodeState.QUEUED
-
-
-def _as_exception(error: BaseException) -> Exception:
-    if isinstance(error, Exception):
-        return error
-    failure = TransferError(f"the copy was broken off: {error!r}")
-    failure.__cause__ = error
-    return failure
