@@ -27,8 +27,9 @@ from kvtier.tiering.file_workers import BlockStore, FileWorkers, cancelled
 from kvtier.tiering.ledger.moves import Discard, Move
 from kvtier.tiering.order_check import OrderCheck
 from kvtier.tiering.staging import StagingPool
-from kvtier.tiering.transfer_graph import NodeState, TransferGraph, TransferNode, Work, as_exception, is_on_its_way, is_over
+from kvtier.tiering.transfer_graph import NodeState, TransferGraph, TransferNode, Work
 from kvtier.tiering.transfer_results import CompletionQueue, MoveResult, TransferCounters
+from kvtier.tiering.transfer_waiting import as_exception, deadline_of, is_on_a_stream, is_on_its_way, is_over, seconds_left, waits_for_file
 
 __all__ = ["MoveResult", "TransferCounters", "TransferManager"]
 
@@ -308,7 +309,7 @@ class TransferManager:
         While this is True no stream may be ordered behind these slots.
         """
         with self._lock:
-            return any(not is_on_its_way(node) for node in self._graph.pending(group, indices))
+            return any(waits_for_file(node) for node in self._graph.pending(group, indices))
 
     def wait(self, group: int, indices: Iterable[PoolIndex], timeout: float | None) -> bool:
         """Wait until the writes pending on these slots now are over, file reads included, and their results can be drained.
@@ -317,7 +318,7 @@ class TransferManager:
             False when ``timeout`` seconds were not enough, or when the manager was closed without them.
         """
         with self._lock:
-            return self._wait_locked(self._graph.pending_writes(group, indices), is_over, _deadline(timeout))
+            return self._wait_locked(self._graph.pending_writes(group, indices), is_over, deadline_of(timeout))
 
     def wait_for_files(self, group: int, indices: Iterable[PoolIndex], timeout: float | None) -> bool:
         """Wait until ``pending_files`` is False: a copy out of such a slot that is held behind a file keeps the engine from
@@ -327,7 +328,7 @@ class TransferManager:
             False when ``timeout`` seconds were not enough, or when the manager was closed without that.
         """
         with self._lock:
-            return self._wait_locked(self._graph.pending(group, indices), is_on_its_way, _deadline(timeout))
+            return self._wait_locked(self._graph.pending(group, indices), is_on_its_way, deadline_of(timeout))
 
     def order_before_engine(self, engine_stream: EngineStream | None, group: int, indices: Iterable[PoolIndex],
                             timeout: float | None) -> bool:
@@ -339,7 +340,7 @@ class TransferManager:
         Returns:
             False when ``timeout`` seconds were not enough; the engine must not use the slots then.
         """
-        deadline = _deadline(timeout)
+        deadline = deadline_of(timeout)
         with self._lock:
             indices = list(indices)
             nodes = self._graph.pending(group, indices)
@@ -347,7 +348,7 @@ class TransferManager:
             if not nodes:
                 self._engine_begins((), group, indices, since)
                 return True
-            if not self._wait_locked(nodes, is_on_its_way, deadline):
+            if not self._wait_locked(nodes, is_on_a_stream, deadline):
                 return False
             # On one stream the last event stands for all before it.
             last: dict[Stream, TransferNode] = {}
@@ -357,7 +358,7 @@ class TransferManager:
                     last[node.stream] = node
             events = [node.event for node in last.values() if node.event is not None]
             self._engine_begins(events, group, indices, since)
-        if not self._device.engine_waits(engine_stream, events, _left(deadline)):
+        if not self._device.engine_waits(engine_stream, events, seconds_left(deadline)):
             return False
         if not all(event.is_done() for event in events):
             return True  # the device waits for them
@@ -388,17 +389,17 @@ class TransferManager:
             nodes = [node for node in nodes if not reached(node)]
             if not nodes:
                 return True
-            left = _left(deadline)
+            left = seconds_left(deadline)
             if self._abandoned or (left is not None and left <= 0.0):
                 return False
             self._changed.wait(left)
 
     def idle(self, timeout: float | None) -> bool:
         """Wait until everything issued has finished; False when ``timeout`` seconds were not enough."""
-        deadline = _deadline(timeout)
+        deadline = deadline_of(timeout)
         with self._lock:
             while self._outstanding:
-                left = _left(deadline)
+                left = seconds_left(deadline)
                 if self._abandoned or (left is not None and left <= 0.0):
                     return False
                 self._changed.wait(left)
@@ -472,11 +473,3 @@ class TransferManager:
 
 def _nothing() -> None:
     """Work that only marks a place in a stream."""
-
-
-def _deadline(timeout: float | None) -> float | None:
-    return None if timeout is None else time.monotonic() + timeout
-
-
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(deadline - time.monotonic(), 0.0)

@@ -93,23 +93,6 @@ class TransferNode:
         return failure
 
 
-def is_over(node: TransferNode) -> bool:
-    return node.state is NodeState.DONE
-
-
-def is_on_its_way(node: TransferNode) -> bool:
-    """Whether no file stands before it: it is on a stream, or over."""
-    return node.state is not NodeState.HELD and node.state is not NodeState.QUEUED
-
-
-def as_exception(error: BaseException) -> Exception:
-    if isinstance(error, Exception):
-        return error
-    failure = TransferError(f"the copy was broken off: {error!r}")
-    failure.__cause__ = error
-    return failure
-
-
 class TransferGraph:
     """The nodes that are not over, by the slots they read and write."""
 
