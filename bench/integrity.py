@@ -80,9 +80,12 @@ class Case:
         committed, lost = self.total(lambda one: one.committed), self.total(lambda one: one.lost)
         wrong, unexplained = self.total(lambda one: one.wrong), self.total(lambda one: one.unexplained)
         silent = self.total(lambda one: one.silent)
+        # A header that does not match its row is damage, never routine: no kill may leave one behind.
+        unfit = self.total(lambda one: 0 if one.rebuilt else one.quarantined)
         reasons = [f"{wrong} blocks were served with wrong bytes"] * (wrong > 0)
         reasons += [f"{unexplained} blocks were served that nobody could expect there"] * (unexplained > 0)
         reasons += [f"{silent} blocks vanished without a word"] * (silent > 0 and not self.name.startswith(_KILL))
+        reasons += [f"{unfit} slots did not hold what the manifest says"] * (self.name.startswith(_KILL) and unfit > 0)
         reasons += [f"{lost} of {committed} committed blocks were lost"] * (
             self.name.startswith(_KILL) and lost > (1.0 - LEAST_KEPT) * committed)
         return "; ".join(reasons)
@@ -100,7 +103,8 @@ class Case:
         return {"name": self.name, "trials": len(self.outcomes), "rebuilt": self.total(lambda one: one.rebuilt),
                 "committed": self.total(lambda one: one.committed), "lost": self.total(lambda one: one.lost),
                 "silent": self.total(lambda one: one.silent), "wrong": self.total(lambda one: one.wrong),
-                "unexplained": self.total(lambda one: one.unexplained), "came_back": self.total(lambda one: one.came_back)}
+                "unexplained": self.total(lambda one: one.unexplained), "came_back": self.total(lambda one: one.came_back),
+                "quarantined": self.total(lambda one: one.quarantined)}
 
 
 def run_integrity(directory: Path | None = None, json_file: Path | None = None, quick: bool = False, *,

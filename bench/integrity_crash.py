@@ -71,14 +71,17 @@ class CrashHistory:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert process.stderr is not None
-            first = process.stdout.readline()
             end = threading.Timer(self._choice.random() * 0.3 if point == ANY_MOMENT else _PATIENCE, process.kill)
-            end.start()
-            # Not communicate(): it does not see what readline has taken out of the pipe already.
-            lines = process.stdout.read().split("\n")[:-1]  # the last one may be a part of a line
-            errors = process.stderr.read()
-            too_late = not end.is_alive() and point != ANY_MOMENT
-            end.cancel()
+            try:
+                first = process.stdout.readline()
+                end.start()
+                # Not communicate(): it does not see what readline has taken out of the pipe already.
+                lines = process.stdout.read().split("\n")[:-1]  # the last one may be a part of a line
+                errors = process.stderr.read()
+                too_late = not end.is_alive() and point != ANY_MOMENT
+            finally:  # also when this process is told to stop
+                end.cancel()
+                process.kill()
         if too_late:
             raise TransferError(f"the process did not come to {point} within {_PATIENCE:.0f} s: {_last_line(errors)}")
         if process.returncode != -signal.SIGKILL or first != "ready\n":

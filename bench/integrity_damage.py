@@ -110,7 +110,7 @@ class DamagedStore:
         with self._open() as store:
             after, _ = examine(store, self._keys | {(item.group, item.slot): item.key for item in items}, {}, self._given_up, 0.0)
         return Outcome(outcome.committed, max(outcome.lost, after.lost), max(outcome.silent, after.silent), outcome.wrong + after.wrong,
-                       outcome.unexplained + after.unexplained, 0, after.rebuilt, now - start)
+                       outcome.unexplained + after.unexplained, 0, outcome.quarantined + after.quarantined, after.rebuilt, now - start)
 
     def _fill(self, work: Path) -> None:
         def write(store: NvmeStore, count: int) -> None:

@@ -41,6 +41,7 @@ class Outcome:
         wrong: blocks served with bytes that are not those of their key.
         unexplained: blocks served that had been given up, or that nobody stored, without a rebuild that would explain it.
         came_back: blocks served that had been given up, after a rebuild, which cannot know.
+        quarantined: slots whose block did not verify.
         rebuilt: whether the manifest was made anew from the slot headers.
         seconds: from the start of the store to the moment when it could serve.
     """
@@ -51,6 +52,7 @@ class Outcome:
     wrong: int
     unexplained: int
     came_back: int
+    quarantined: int
     rebuilt: bool
     seconds: float
 
@@ -71,7 +73,7 @@ def examine(store: NvmeStore, must: Mapping[Place, bytes], may: Mapping[Place, C
     """
     rebuilt = store.stats().rebuilt
     served: dict[Place, bytes] = {}
-    wrong = unexplained = came_back = 0
+    wrong = unexplained = came_back = bad = 0
     for stored in store.stored_blocks():
         place = (stored.group, stored.slot)
         out = np.empty(GEOMETRIES[stored.group].block_bytes, np.uint8)
@@ -79,6 +81,7 @@ def examine(store: NvmeStore, must: Mapping[Place, bytes], may: Mapping[Place, C
             store.read_block(*place, stored.key, out)
         except (CorruptBlock, TransferError) as error:
             store.quarantine(*place, str(error))
+            bad += 1
             continue
         served[place] = stored.key
         if not np.array_equal(out, content(stored.key, stored.group)):
@@ -91,4 +94,4 @@ def examine(store: NvmeStore, must: Mapping[Place, bytes], may: Mapping[Place, C
     lost = [place for place, key in must.items() if served.get(place) != key]
     quarantined = set(store.quarantined())
     silent = sum(place not in quarantined for place in lost)
-    return Outcome(len(must), len(lost), silent, wrong, unexplained, came_back, rebuilt, seconds), served
+    return Outcome(len(must), len(lost), silent, wrong, unexplained, came_back, bad, rebuilt, seconds), served

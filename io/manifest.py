@@ -184,6 +184,16 @@ class Manifest:
                 self._rows.pop(place, None)
             self._quarantine.update(new)
 
+    def release(self) -> int:
+        """Put every slot of the quarantine back into service, empty; returns how many there were."""
+        with self._lock:
+            self._refresh()
+            released = list(self._quarantine)
+            if released:
+                self._commit([(_DELETE_QUARANTINE, released)], self._totals._replace(quarantined=0, quarantined_xor=0))
+                self._quarantine.clear()
+            return len(released)
+
     def forget_beyond(self, num_slots: Sequence[int]) -> tuple[int, int]:
         """Delete everything about slots that are no longer there; returns how many blocks and how many quarantined slots."""
         def beyond(place: Place) -> bool:

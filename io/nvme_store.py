@@ -20,7 +20,8 @@ from kvtier.errors import CorruptBlock, TransferError
 from kvtier.io.direct_file import Buffer
 from kvtier.io.faults import Faults
 from kvtier.io.incident import Incident
-from kvtier.io.manifest import ManifestRow, Place, QuarantineRow, collector_paused
+from kvtier.io.manifest import ManifestRow, Place, collector_paused
+from kvtier.io.quarantine import Quarantine
 from kvtier.io.slab import SlabFile
 from kvtier.io.store_arguments import misfit, objection, runs_of_different_slots
 from kvtier.io.store_directory import deleted
@@ -48,6 +49,7 @@ class NvmeStore:
         self._home = opened.home
         self._slabs = opened.slabs
         self._manifest = opened.manifest
+        self._quarantine = Quarantine(opened.manifest, clock)
         self._sync = sync
         self._clock = clock
         self._pause = WritePause(str(opened.home.path), clock)
@@ -62,7 +64,6 @@ class NvmeStore:
         self._active = 0
         self._closed = False
         self._hits: dict[Place, int] = {}
-        self._unsaved_quarantine: dict[Place, QuarantineRow] = {}
         self._counts = dict.fromkeys(("read_blocks", "read_bytes", "written_blocks", "written_bytes", "read_errors",
                                       "checksum_failures", "write_errors"), 0)
 
@@ -189,27 +190,33 @@ class NvmeStore:
         Does nothing where no block is stored. Never raises for a disk that cannot be written: the slot is out of service
         from now on, and its row is moved as soon as a commit succeeds.
         """
-        row = self._manifest.row(group, slot)
+        if self._closed or not self._quarantine.add((group, slot), reason):
+            return
         with self._gate:
-            if self._closed or row is None or (group, slot) in self._unsaved_quarantine:
-                return
-            self._unsaved_quarantine[group, slot] = QuarantineRow(group, slot, row.key, reason, self._clock())
             self._hits.pop((group, slot), None)
         self._bad_blocks.warn("%s: group %d, slot %d is quarantined: %s", self._home.path, group, slot, reason)
         try:
-            self._save_quarantine()
+            self._quarantine.save()
         except TransferError as error:
             self._pause.failed(f"The quarantine could not be saved: {error}")
 
     def quarantined(self) -> list[Place]:
         """(group, slot) of every slot out of service, in order."""
-        with self._gate:
-            unsaved = set(self._unsaved_quarantine)
-        return sorted(unsaved | self._manifest.quarantined().keys())
+        return sorted(self._quarantine.places())
 
     def is_quarantined(self, group: int, slot: int) -> bool:
         """Whether a slot is out of service. From memory: never waits for the disk."""
-        return (group, slot) in self._unsaved_quarantine or self._manifest.is_quarantined(group, slot)
+        return (group, slot) in self._quarantine
+
+    def release(self) -> int:
+        """Put every slot of the quarantine back into service, empty, and return how many there were. What lay in them is given up.
+
+        Raises:
+            TransferError: it could not be committed.
+        """
+        with self._busy(), self._write_lock:
+            self._quarantine.save()
+            return self._manifest.release()
 
     def clear(self) -> None:
         """Forget all blocks: none stored so far verifies from here on, in this or any later run. The quarantine stays.
@@ -265,11 +272,8 @@ class NvmeStore:
         """Counters and state."""
         with self._gate:
             counts = dict(self._counts)
-            unsaved = list(self._unsaved_quarantine)
-        rows, quarantined = self._manifest.counts()
-        still_rows = sum(self._manifest.row(*place) is not None for place in unsaved)
-        return NvmeStats(stored_blocks=rows - still_rows, quarantined_slots=quarantined + len(unsaved),
-                         write_pauses=self._pause.pauses,
+        blocks, quarantined = self._quarantine.counts()
+        return NvmeStats(stored_blocks=blocks, quarantined_slots=quarantined, write_pauses=self._pause.pauses,
                          dropped_rows=self._opened.dropped_rows, recovered_rows=self._opened.recovered_rows, rebuilt=self._opened.rebuilt,
                          direct=all(slab.file.direct for slab in self._slabs), **counts)
 
@@ -298,7 +302,7 @@ class NvmeStore:
     def _release(self, deadline: float) -> None:
         """Save what is not yet saved, close all files, give up the lock."""
         try:
-            self._save_quarantine()
+            self._quarantine.save()
             self._manifest.put([], self._take_hits())
         except TransferError as error:
             _log.warning("%s: hit counts or quarantine could not be saved at close: %s", self._home.path, error)
@@ -326,7 +330,7 @@ class NvmeStore:
         try:
             self._require_files()
             step = "delete the old rows"
-            self._save_quarantine()
+            self._quarantine.save()
             self._manifest.delete((items[position].group, items[position].slot) for position in pending)
             step = "write"
             rows = self._write_data(items, pending, errors)
@@ -423,15 +427,6 @@ class NvmeStore:
             raise TransferError(f"group {group}, slot {slot}: no block is stored there")
         if row.key != key:
             raise TransferError(f"group {group}, slot {slot}: holds the block {row.key.hex()[:16]}, asked for was {key.hex()[:16]}")
-
-    def _save_quarantine(self) -> None:
-        with self._gate:
-            unsaved = dict(self._unsaved_quarantine)
-        if unsaved:
-            self._manifest.quarantine(list(unsaved.values()))
-            with self._gate:
-                for place in unsaved:
-                    self._unsaved_quarantine.pop(place, None)
 
     def _take_hits(self) -> dict[Place, int]:
         """Hit counts that go into the next commit. Lost when it fails: they are statistics."""

@@ -6,7 +6,6 @@ It goes on where it was: the place is kept in the store's directory, so that a p
 from __future__ import annotations
 
 import json
-import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
@@ -23,7 +22,7 @@ POSITION_NAME: Final = "scrub.json"
 
 _SAVE_SECONDS: Final = 10.0
 _LONGEST_SLEEP: Final = 0.2  # so that a stop is obeyed soon
-_log = logging.getLogger(__name__)
+_LOOK_AGAIN: Final = 0.02  # whether it is idle now
 
 
 @dataclass(frozen=True)
@@ -55,18 +54,24 @@ class Scrubber:
     """One store's scrubbing.
 
     Args:
-        store: open; calls of others may go on meanwhile, but nobody may write into a slot that is being verified.
-        bytes_per_second: budget, measured over the run; ``None`` for none.
+        store: open; calls of others may go on meanwhile.
+        bytes_per_second: budget; ``None`` for none.
+        is_idle: no block is begun while this says no.
+        condemn: called with place, key and reason of a bad block; ``None``: its slot is quarantined.
         clock: seconds.
         sleep: waits for some seconds.
     """
 
-    def __init__(self, store: NvmeStore, bytes_per_second: float | None, *, clock: Callable[[], float] = time.monotonic,
-                 sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, store: NvmeStore, bytes_per_second: float | None, *, is_idle: Callable[[], bool] = lambda: True,
+                 condemn: Callable[[Place, bytes, str], None] | None = None, clock: Callable[[], float] = time.monotonic,
+                 sleep: Callable[[float], object] = time.sleep) -> None:
         self._store = store
         self._budget = bytes_per_second
+        self._is_idle = is_idle
+        self._condemn = condemn if condemn is not None else self._quarantine
         self._clock = clock
         self._sleep = sleep
+        self._next_start = 0.0
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> Scrubbed:
         """Verify the blocks from where the last run stopped to the end of the store, or until ``should_stop``.
@@ -79,18 +84,18 @@ class Scrubber:
         geometries = self._store.geometries
         out = aligned_buffer(max((geometry.payload_bytes for geometry in geometries), default=0))
         first = bisect_left(blocks, (*saved_place(self._store.directory), b""))
-        start = saved = self._clock()
+        saved = self._next_start = self._clock()
         bad: list[tuple[Place, str]] = []
         num_bytes = done = 0
         at: Place | None = None
         try:
             for group, slot, key in blocks[first:]:
                 at = (group, slot)
-                if not self._wait(start, num_bytes, should_stop):
+                if not self._wait(geometries[group].stride, should_stop):
                     break
                 reason = self._store.why_bad(group, slot, key, out[:geometries[group].payload_bytes])
                 if reason is not None:
-                    self._store.quarantine(group, slot, reason)
+                    self._condemn(at, key, reason)
                     bad.append((at, reason))
                 done += 1
                 num_bytes += geometries[group].stride
@@ -103,14 +108,19 @@ class Scrubber:
             self._save(at)
         return Scrubbed(done, num_bytes, tuple(bad), at)
 
-    def _wait(self, start: float, num_bytes: int, should_stop: Callable[[], bool]) -> bool:
-        """Until the next block is within the budget; False when it is time to stop."""
+    def _wait(self, num_bytes: int, should_stop: Callable[[], bool]) -> bool:
+        """Until a block of this size may be read; False when it is time to stop. What was not used earlier is not made up for."""
         while not should_stop():
-            early = 0.0 if self._budget is None else start + num_bytes / self._budget - self._clock()
-            if early <= 0.0:
+            now = self._clock()
+            early = self._next_start - now
+            if early <= 0.0 and self._is_idle():
+                self._next_start = now if self._budget is None else now + num_bytes / self._budget
                 return True
-            self._sleep(min(early, _LONGEST_SLEEP))
+            self._sleep(min(early, _LONGEST_SLEEP) if early > 0.0 else _LOOK_AGAIN)
         return False
+
+    def _quarantine(self, place: Place, key: bytes, reason: str) -> None:
+        self._store.quarantine(*place, reason)
 
     def _save(self, place: Place | None) -> None:
         write_atomically(self._store.directory / POSITION_NAME, json.dumps({"next": list(place or (0, 0)), "at": time.time()}) + "\n")

@@ -92,10 +92,11 @@ class Rebuilt:
 
 @dataclass(frozen=True)
 class Collected:
-    """What ``gc`` removed: expired blocks, files and their bytes."""
+    """What ``gc`` removed: expired blocks, files and their bytes; and slots of the quarantine that are in service again."""
 
     directory: str
     expired: int
+    released: int
     files: tuple[str, ...]
     num_bytes: int
 
@@ -168,8 +169,13 @@ def rebuild_store(path: Path) -> Rebuilt:
         return Rebuilt(str(path), stats.stored_blocks, stats.recovered_rows, stats.dropped_rows, stats.quarantined_slots)
 
 
-def collect_garbage(path: Path, clock: Callable[[], float] = time.time) -> Collected:
+def collect_garbage(path: Path, release: bool = False, clock: Callable[[], float] = time.time) -> Collected:
     """Remove blocks whose time is over, damaged manifests that were kept, and what interrupted runs left behind.
+
+    Args:
+        path: of the store.
+        release: also put the slots of the quarantine back into service, empty.
+        clock: wall-clock seconds.
 
     Raises:
         ConfigError: the store cannot be opened.
@@ -183,9 +189,10 @@ def collect_garbage(path: Path, clock: Callable[[], float] = time.time) -> Colle
         expired = [(block.group, block.slot) for block in store.stored_blocks() if 0.0 < block.expiry <= now]
         for group in sorted({group for group, _ in expired}):
             store.discard(group, [slot for of, slot in expired if of == group])
+        released = store.release() if release else 0
         for file in before:
             file.unlink(missing_ok=True)  # the start has removed some already
-    return Collected(str(path), len(expired), tuple(file.name for file in before), sum(before.values()))
+    return Collected(str(path), len(expired), released, tuple(file.name for file in before), sum(before.values()))
 
 
 def clear_store(path: Path) -> int:

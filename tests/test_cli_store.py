@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli_store import parse_rate, store
+from kvtier.cli_store import store
 from kvtier.errors import ConfigError
 from kvtier.io.nvme_store import BlockWrite, NvmeStore
 from kvtier.pools.nvme_geometry import NvmeGeometry
@@ -83,7 +83,16 @@ def test_rebuild_and_gc(directory: Path) -> None:
     assert "3 blocks, 3 of them not in the old manifest" in output
     assert "kvtier store gc removes" in run("ls", directory)[1]
     assert "0 expired blocks and 1 files removed (11 bytes)" in run("gc", directory)[1]
-    assert json.loads(run("gc", directory, "--json")[1]) == [{"directory": str(directory), "expired": 0, "files": [], "num_bytes": 0}]
+    assert json.loads(run("gc", directory, "--json")[1]) == [
+        {"directory": str(directory), "expired": 0, "released": 0, "files": [], "num_bytes": 0}]
+
+
+def test_gc_puts_quarantined_slots_back_into_service_only_when_told_to(directory: Path) -> None:
+    spoil(directory)
+    assert run("scrub", directory)[0] == 1
+    assert "in service" not in run("gc", directory)[1]
+    assert "1 quarantined slots are in service again" in run("gc", directory, "--release-quarantine")[1]
+    assert run("ls", directory)[1].splitlines()[-2].split() == ["0", "4", "2", "16384", "8192", "0", "0"]
 
 
 def test_clear_asks_for_yes_and_names_what_would_go(directory: Path) -> None:
@@ -106,13 +115,3 @@ def test_under_a_root_each_rank_has_its_turn_and_the_worst_exit_code_counts(tmp_
     assert code == 2
     assert "in use by process" in output
     assert "rank-2: 3 blocks read, 0 bad" in output
-
-
-@pytest.mark.parametrize("text", ["200MiB", "200", "fast/s", "5 blocks/s", "90%/s", "0MiB/s", "/s", ""])
-def test_a_rate_that_is_none_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(ConfigError, match="--bandwidth="):
-        parse_rate(text, "--bandwidth")
-
-
-def test_a_rate_is_bytes_per_second() -> None:
-    assert parse_rate("200MiB/s", "--bandwidth") == 200 * (1 << 20)

@@ -28,6 +28,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from kvtier.errors import ConfigError
 from kvtier.io.fault_text import parse_faults
 from kvtier.io.faults import Faults
+from kvtier.pools.rate import parse_rate
 from kvtier.pools.sizing import SizeKind, check_group_shares, parse_size, parse_sizes, shown
 from kvtier.tiering.config_sources import (
     ENVIRONMENT_PREFIX,
@@ -90,6 +91,9 @@ class TierConfig(BaseSettings):
     """Free space that the NVMe level leaves on its file system; a size in bytes."""
     nvme_sync: bool = False
     """Wait for the drive's own cache on every commit. Off: power loss may cost recent entries, never correctness."""
+    nvme_scrub_bandwidth: str | None = None
+    """Verify NVMe blocks in the background while nothing is being moved, reading at most so much, such as "50MiB/s". None: not at all;
+    ``kvtier store scrub`` does it while no process uses the directory."""
     read_threads: Annotated[int, Field(ge=1, le=256)] = 2
     """Threads that read and verify NVMe blocks."""
     write_ahead_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.25
@@ -117,8 +121,8 @@ class TierConfig(BaseSettings):
     """Folder under which a request's own ``directory`` must lie, for ``TransferMode.POSIX_DEBUG_FALLBACK``. None: requests may not name
     one."""
 
-    prefetch_bandwidth: str = "1GiB"
-    """Bytes that ``prefetch`` reads and copies per second at most, all prefetches together; a size in bytes, and "0GiB" for none."""
+    prefetch_bandwidth: str | None = "1GiB/s"
+    """What ``prefetch`` reads and copies at most, all prefetches together. None: it does nothing."""
     load_decision: Literal["auto", "always"] = "auto"
     """Whether a prefix found on a lower level is loaded: "auto" leaves it to recompute where that is faster, as far as the engine has
     reported how fast it computes (``report_prefill``); "always" loads."""
@@ -160,8 +164,12 @@ class TierConfig(BaseSettings):
         return int(parse_size(self.nvme_free_space_reserve, "nvme_free_space_reserve").amount)
 
     @property
-    def prefetch_bytes_per_second(self) -> int:
-        return int(parse_size(self.prefetch_bandwidth, "prefetch_bandwidth").amount)
+    def prefetch_bytes_per_second(self) -> float:
+        return 0.0 if self.prefetch_bandwidth is None else parse_rate(self.prefetch_bandwidth, "prefetch_bandwidth")
+
+    @property
+    def nvme_scrub_bytes_per_second(self) -> float | None:
+        return None if self.nvme_scrub_bandwidth is None else parse_rate(self.nvme_scrub_bandwidth, "nvme_scrub_bandwidth")
 
     def effective(self) -> list[tuple[str, str, str]]:
         """(key, value, source) of every key, in the order of this class: what an engine prints when it starts."""
@@ -185,11 +193,18 @@ class TierConfig(BaseSettings):
                               'example "8 blocks" or "90%"')
         return list(value) if isinstance(value, tuple) else value
 
-    @field_validator("nvme_free_space_reserve", "prefetch_bandwidth", mode="before")
+    @field_validator("nvme_free_space_reserve", mode="before")
     @classmethod
-    def _check_bytes(cls, value: object, info: ValidationInfo) -> object:
-        if parse_size(value, str(info.field_name)).kind is not SizeKind.BYTES:
-            raise ConfigError(f'{info.field_name}={value!r}: must be a size in bytes, for example "1GiB"')
+    def _check_reserve(cls, value: object) -> object:
+        if parse_size(value, "nvme_free_space_reserve").kind is not SizeKind.BYTES:
+            raise ConfigError(f'nvme_free_space_reserve={value!r}: must be a size in bytes, for example "1GiB"')
+        return value
+
+    @field_validator("nvme_scrub_bandwidth", "prefetch_bandwidth", mode="before")
+    @classmethod
+    def _check_bandwidth(cls, value: object, info: ValidationInfo) -> object:
+        if value is not None:
+            parse_rate(value, str(info.field_name))
         return value
 
     @field_validator("group_shares", mode="before")

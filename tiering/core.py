@@ -37,6 +37,7 @@ from kvtier.tiering.config import TierConfig
 from kvtier.tiering.debug_path import DebugPath
 from kvtier.tiering.event_queue import EventQueue
 from kvtier.tiering.event_stream import EventStream
+from kvtier.tiering.idle_scrub import IdleScrub
 from kvtier.tiering.ledger.events import Event
 from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupSpec
 from kvtier.tiering.ledger.invariants import verify
@@ -112,6 +113,8 @@ class TierCore:
         self._loading = LoadDecider(self._load_meter, config.load_decision == "auto", can_split)
         self._ledger.loading = self._loading
         self._poison = Poison(self.pools, self._ledger.geometries) if config.debug_checks else None
+        rate = config.nvme_scrub_bytes_per_second
+        self.scrub = IdleScrub(self, self.store, rate) if self.store is not None and rate is not None else None
 
     # -- once per step, events, statistics -------------------------------------------------------------------------------
 
@@ -233,6 +236,8 @@ class TierCore:
                 return
             is_first = not self._closed
             self._closed = True
+        if self.scrub is not None:
+            self.scrub.close(min(max(deadline - time.monotonic(), 0.1), 1.0))
         is_quiet = (not is_first or self._settle(deadline)) and self.transfers.close(max(deadline - time.monotonic(), 0.1))
         if not is_quiet:
             is_quiet = self.transfers.close(0.1)

@@ -74,8 +74,9 @@ def scrub(directory: Directory,
           seconds: Annotated[float | None, typer.Option(min=0.0, help="Stop after this time; the next run goes on from there.")] = None,
           json: Json = False) -> None:
     """Verify every block and quarantine the bad ones, from where the last run stopped. Exit code 1 if there are any."""
-    rate = None if bandwidth is None else parse_rate(bandwidth, "--bandwidth")
     from kvtier.io.store_commands import scrub_store
+    from kvtier.pools.rate import parse_rate
+    rate = None if bandwidth is None else parse_rate(bandwidth, "--bandwidth")
 
     def scrub_one(path: Path) -> Answer:
         done = scrub_store(path, rate, seconds)
@@ -106,14 +107,19 @@ def rebuild(directory: Directory, json: Json = False) -> None:
 
 
 @store.command()
-def gc(directory: Directory, json: Json = False) -> None:
+def gc(directory: Directory,
+       release: Annotated[bool, typer.Option("--release-quarantine", help="Also put quarantined slots back into service, empty: after "
+                                             "a crash of the machine, when the drive is good.")] = False,
+       json: Json = False) -> None:
     """Remove blocks whose time is over, damaged manifests that were kept, and what interrupted runs left behind."""
     from kvtier.io.store_commands import collect_garbage
 
     def collect_one(path: Path) -> Answer:
-        gone = collect_garbage(path)
-        return Answer({"directory": gone.directory, "expired": gone.expired, "files": list(gone.files), "num_bytes": gone.num_bytes},
+        gone = collect_garbage(path, release)
+        return Answer({"directory": gone.directory, "expired": gone.expired, "released": gone.released, "files": list(gone.files),
+                       "num_bytes": gone.num_bytes},
                       [f"{path}: {gone.expired} expired blocks and {len(gone.files)} files removed ({gone.num_bytes} bytes)",
+                       *[f"  {gone.released} quarantined slots are in service again"] * release,
                        *(f"  {name}" for name in gone.files)])
 
     _leave(directory, json, collect_one)
@@ -133,21 +139,6 @@ def clear(directory: Directory, yes: Annotated[bool, typer.Option("--yes", help=
                       [f"{path}: {blocks} blocks forgotten; delete the directory to free its space"])
 
     _leave(directory, json, clear_one)
-
-
-def parse_rate(text: str, name: str) -> float:
-    """Bytes per second.
-
-    Raises:
-        ConfigError: no size in bytes with its unit, per second; or nothing at all.
-    """
-    from kvtier.pools.sizing import SizeKind, parse_size
-    if not text.endswith("/s"):
-        raise ConfigError(f'{name}={text!r}: a rate is a size per second; write for example "200MiB/s"')
-    size = parse_size(text.removesuffix("/s"), name)
-    if size.kind is not SizeKind.BYTES or size.amount == 0:
-        raise ConfigError(f'{name}={text!r}: a rate is more than 0 bytes per second; write for example "200MiB/s"')
-    return float(size.amount)
 
 
 def _leave(directory: str, json: bool, command: Callable[[Path], Answer]) -> None:

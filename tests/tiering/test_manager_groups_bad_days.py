@@ -87,9 +87,9 @@ def block_keys(cache: KVCacheManager, request: Request) -> list[bytes]:
 @pytest.mark.parametrize("name", list(LAYOUTS))
 @pytest.mark.parametrize("operation", [READ, COPY])
 def test_no_wrong_byte_while_reads_and_copies_fail(make_cache: MakeCache, name: str, operation: FaultOperation) -> None:
-    rules = [FaultRule(FaultKind.FAILURE, operation, rate=0.08)]
+    rules = [FaultRule(FaultKind.FAILURE, operation, rate=0.2)]
     if operation is READ:
-        rules.append(FaultRule(FaultKind.BIT_FLIP, READ, rate=0.08))
+        rules.append(FaultRule(FaultKind.BIT_FLIP, READ, rate=0.2))
     cache = make_cache(8, 4, 64, layout=LAYOUTS[name], faults=Faults(rules))
     engine = GroupEngine(cache)
     generator = random.Random(name)

@@ -263,7 +263,7 @@ def test_the_budget_is_kept(make_cache: MakeCache) -> None:
     assert cache.flush()
     cache.close()
     clock = HandClock()
-    cache = make_cache(24, 24, 32, clock=clock, prefetch_bandwidth="5KiB")  # ten blocks in a second
+    cache = make_cache(24, 24, 32, clock=clock, prefetch_bandwidth="5KiB/s")  # ten blocks in a second
     prefetch = cache.prefetch(prompt)
     for _ in range(40):
         clock.now += 0.1
@@ -288,10 +288,10 @@ def test_a_budget_saves_up_little() -> None:
 
 
 def test_without_a_budget_nothing_is_raised(make_cache: MakeCache) -> None:
-    cache = make_cache(prefetch_bandwidth="0KiB")
+    cache = make_cache(prefetch_bandwidth=None)
     assert cache.prefetch(PROMPT).state is PrefetchState.FINISHED
     with pytest.raises(ConfigError, match="prefetch_bandwidth"):
-        make_cache(prefetch_bandwidth="3 blocks")
+        make_cache(prefetch_bandwidth="3 blocks/s")
 
 
 def test_reads_of_requests_come_first(warm_cache: WarmCache) -> None:

@@ -12,8 +12,9 @@ from kvtier.bench.integrity_outcome import Outcome
 
 
 def no_wrong_block(outcome: Outcome) -> bool:
-    """A rebuilt manifest may bring blocks back that had been given up (right ones); nothing else may appear."""
-    return outcome.wrong == outcome.unexplained == 0 and (outcome.rebuilt or outcome.came_back == 0)
+    """A rebuilt manifest may bring blocks back that had been given up (right or torn ones); nothing else may appear, and no slot
+    may hold something else than its row says."""
+    return outcome.wrong == outcome.unexplained == 0 and (outcome.rebuilt or outcome.came_back == outcome.quarantined == 0)
 
 
 @pytest.mark.parametrize("point", POINTS)

@@ -274,6 +274,20 @@ def test_gc_removes_expired_blocks_and_leftover_files_and_nothing_else(filled, c
     assert verify_store(filled.directory).ok
 
 
+def test_a_released_slot_holds_nothing_and_takes_blocks_again(filled) -> None:
+    store = filled.open()
+    store.quarantine(0, 3, "x")
+    store.quarantine(1, 3, "y")
+    store.close(5.0)
+    assert collect_garbage(filled.directory).released == 0
+    assert collect_garbage(filled.directory, release=True).released == 2
+    store = filled.open()
+    assert store.quarantined() == []
+    assert filled.stored(store) == {place: key for place, key in filled.keys.items() if place[1] != 3}
+    assert store.write_blocks([filled.item(3, "new")]) == [None]
+    assert len(filled.reopen().stored_blocks()) == 15
+
+
 def test_clear_forgets_all_blocks_for_good(filled) -> None:
     scrub_store(filled.directory, None, seconds=0.0)
     assert clear_store(filled.directory) == 16
