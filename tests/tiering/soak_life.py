@@ -23,7 +23,17 @@ from group_engine import LAYOUTS, GroupEngine, attention
 from toy_engine import tokens_of
 
 import kvtier
-from kvtier import CapacityError, CorruptBlock, KVCacheManager, KVLayout, KVTierError, RequestError, TierConfig, TransferError
+from kvtier import (
+    CapacityError,
+    CorruptBlock,
+    KVCacheManager,
+    KVLayout,
+    KVTierError,
+    RequestError,
+    TierConfig,
+    TransferError,
+    UnknownBlock,
+)
 from kvtier.io import write_pause
 from kvtier.io.fault_text import FAILURES, KINDS
 from kvtier.tiering import hang_watch
@@ -232,7 +242,8 @@ class Life:
             family = tokens_of(generator.randrange(FAMILIES), 32)
             cache.match(family)
             group = generator.randrange(len(cache.layout.groups))
-            with contextlib.suppress(RequestError, TransferError, CorruptBlock, CapacityError):  # held, empty, lost, no room
+            # Held, empty, lost, no room; an encoder's group has fewer blocks, for it has no lower levels.
+            with contextlib.suppress(RequestError, TransferError, CorruptBlock, CapacityError, UnknownBlock):
                 generator.choice([cache.offload, cache.onboard, cache.read_block])(generator.randrange(40), group=group)
             if generator.random() < 0.02:
                 cache.truncate(family, generator.randrange(20))

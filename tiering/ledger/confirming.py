@@ -16,7 +16,7 @@ from kvtier.tiering.ledger.state import LedgerState
 from kvtier.tiering.ledger.storing import store_blocks
 from kvtier.tiering.ledger.unconfirmed import UnconfirmedBlocks
 
-Waits = list[tuple[int, Move]]
+Dependencies = list[tuple[int, Move]]
 """Moves that have not ended, each with the position from which on the sequence's blocks depend on it."""
 
 
@@ -25,10 +25,10 @@ def store(state: LedgerState, sequence: ActiveSequence, with_partial: bool) -> N
     if not may_store(state, sequence.request) or sequence.must_preempt:
         return
     first = sequence.valid // state.tokens_per_block  # what lies before was not computed by this sequence
-    waits: Waits = []
-    if _may_wait(state, sequence) and sequence.storable_tokens() > first * state.tokens_per_block:
-        waits = _waits_of(state, sequence)
-    if not waits:
+    dependencies: Dependencies = []
+    if _may_depend(state, sequence) and sequence.storable_tokens() > first * state.tokens_per_block:
+        dependencies = _dependencies_of(state, sequence)
+    if not dependencies:
         if sequence.left_tokens:
             take_places(state, sequence)
         store_blocks(state.tree, state.allocators, state.groups, state.events, sequence, with_partial)
@@ -36,16 +36,16 @@ def store(state: LedgerState, sequence: ActiveSequence, with_partial: bool) -> N
     outside = [[(first + number, block) for number, block in enumerate(row.blocks[first:]) if block.id >= 0 and block.node is None]
                for row in sequence.rows]
     store_blocks(state.tree, state.allocators, state.groups, state.events, sequence, with_partial)
-    waits.sort(key=_position_of)
+    dependencies.sort(key=_position_of)
     for row in sequence.rows:
-        _note(state.allocators[row.group].unconfirmed, outside[row.group], waits)
+        _note(state.allocators[row.group].unconfirmed, outside[row.group], dependencies)
 
 
 def awaited_slots(state: LedgerState, sequence: ActiveSequence, group: int) -> list[PoolIndex]:
     """Slots of a group whose Moves decide whether the sequence's blocks are good, beside those that it holds itself."""
     if not _has_unconfirmed(state):
         return []
-    return [move.destination for row in sequence.rows for _position, move in _unconfirmed_waits(state, row) if move.group == group]
+    return [move.destination for row in sequence.rows for _position, move in _unconfirmed_dependencies(state, row) if move.group == group]
 
 
 def leave_behind(state: LedgerState, row: SequenceRow, position: int, block: Block) -> None:
@@ -76,26 +76,26 @@ def note_delivery(state: LedgerState, sequence: ActiveSequence) -> None:
         row.note_arrival()
 
 
-def _note(unconfirmed: UnconfirmedBlocks, outside: list[tuple[int, Block]], waits: Waits) -> None:
+def _note(unconfirmed: UnconfirmedBlocks, outside: list[tuple[int, Block]], dependencies: Dependencies) -> None:
     """Of blocks that were in no place before, those that are in one now wait for what comes before them."""
-    count = 0  # of the waits, in order of their positions, how many concern the block
+    count = 0  # of the dependencies, in order of their positions, how many concern the block
     batch: list[Block] = []
     for position, block in outside:
         reached = count
-        while reached < len(waits) and waits[reached][0] <= position:
+        while reached < len(dependencies) and dependencies[reached][0] <= position:
             reached += 1
         if reached > count and batch:
-            unconfirmed.note(batch, {move.number: move for _position, move in waits[:count]})
+            unconfirmed.note(batch, {move.number: move for _position, move in dependencies[:count]})
             batch = []
         count = reached
         if count and block.node is not None:
             batch.append(block)
     if batch:
-        unconfirmed.note(batch, {move.number: move for _position, move in waits[:count]})
+        unconfirmed.note(batch, {move.number: move for _position, move in dependencies[:count]})
 
 
-def _position_of(wait: tuple[int, Move]) -> int:
-    return wait[0]
+def _position_of(dependency: tuple[int, Move]) -> int:
+    return dependency[0]
 
 
 def _has_unconfirmed(state: LedgerState) -> bool:
@@ -105,7 +105,7 @@ def _has_unconfirmed(state: LedgerState) -> bool:
     return False
 
 
-def _may_wait(state: LedgerState, sequence: ActiveSequence) -> bool:
+def _may_depend(state: LedgerState, sequence: ActiveSequence) -> bool:
     for row in sequence.rows:
         allocator = state.allocators[row.group]
         if allocator.unconfirmed.by_move or (allocator.arriving and not row.is_settled):
@@ -113,9 +113,9 @@ def _may_wait(state: LedgerState, sequence: ActiveSequence) -> bool:
     return False
 
 
-def _waits_of(state: LedgerState, sequence: ActiveSequence) -> Waits:
+def _dependencies_of(state: LedgerState, sequence: ActiveSequence) -> Dependencies:
     """What the sequence's blocks depend on. Stored is what the first beam has: no other one is looked at."""
-    found: Waits = []
+    found: Dependencies = []
     for row in sequence.rows:
         geometry = state.geometries[row.group]
         arriving = state.allocators[row.group].arriving
@@ -128,15 +128,15 @@ def _waits_of(state: LedgerState, sequence: ActiveSequence) -> Waits:
             for num_tokens, copy in row.state_copies:  # whatever stands where now, the state was that from there on
                 if arriving.get(copy.destination) is copy:
                     found.append((num_tokens // state.tokens_per_block, copy))
-        found.extend(_unconfirmed_waits(state, row))
+        found.extend(_unconfirmed_dependencies(state, row))
     return found
 
 
-def _unconfirmed_waits(state: LedgerState, row: SequenceRow) -> Waits:
+def _unconfirmed_dependencies(state: LedgerState, row: SequenceRow) -> Dependencies:
     unconfirmed = state.allocators[row.group].unconfirmed
     if not unconfirmed.by_move:
         return []
-    found: Waits = []
+    found: Dependencies = []
     if row.left_behind:
         row.left_behind = [left for left in row.left_behind if left.waits]
     for left in row.left_behind:

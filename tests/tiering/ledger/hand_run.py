@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from naive_model import Driver, snapshot
+from naive_model import Driver, no_room, refused
 from pretend_tier import never
 
 from kvtier.errors import CapacityError, KVTierError
@@ -179,20 +179,14 @@ class HandRun:
         return self.ledger.allocators[0].chain_key(block)
 
     def refused(self, error: type[KVTierError], call: Callable[[], object]) -> KVTierError:
-        """The call raises this error and leaves everything as it was."""
-        before = snapshot(self.ledger)
-        try:
-            call()
-        except error as raised:
-            assert snapshot(self.ledger) == before
-            self.note()
-            return raised
-        raise AssertionError(f"{error.__name__} was not raised")
+        found = refused(self.ledger, error, call)
+        self.note()
+        return found
 
     def no_room(self, call: Callable[[], object]) -> CapacityError:
-        error = self.refused(CapacityError, call)
-        assert isinstance(error, CapacityError)
-        return error
+        found = no_room(self.ledger, call)
+        self.note()
+        return found
 
     def finish(self) -> None:
         """End what is active; nothing may be left over."""

@@ -46,12 +46,23 @@ class DraftingDriver(Driver):
         sequence = self.ledger.sequence(request_id)
         if sequence.drafts is None:
             return True
-        tree = self.ledger.pending_drafts(request_id)
+        self.write_drafts(request_id)
+        self.accept(request_id, self.ledger.pending_drafts(request_id).path_to(node))
+        return self.make_ready(request_id, decide)
+
+    def write_drafts(self, request_id: int) -> None:
+        """One step: what is missing, the newest token and all drafts."""
+        sequence = self.ledger.sequence(request_id)
         self._write(sequence, sequence.computed, sequence.num_tokens)
-        self._write_drafts(sequence, tree)
-        path = tree.path_to(node)
+        self._write_drafts(sequence, self.ledger.pending_drafts(request_id))
+
+    def accept(self, request_id: int, path: Sequence[int]) -> list[Move]:
+        """Accept drafts that have been computed, and carry their moves out in order."""
+        sequence = self.ledger.sequence(request_id)
+        tree = self.ledger.pending_drafts(request_id)
         planned = self.ledger.draft_moves(request_id, path)
         rows = [list(row.blocks) for row in sequence.rows]  # what is given back is read before anybody takes it
+        self.note_leaving(request_id)
         moves = self.ledger.accept_drafts(request_id, path)
         assert moves == planned
         for row in sequence.rows:
@@ -59,9 +70,11 @@ class DraftingDriver(Driver):
                 self._move(row, rows[row.group], moves)
         self.lives[request_id].append([tree.tokens[accepted] for accepted in path])
         assert sequence.computed == sequence.num_tokens == self.lives[request_id].num_tokens
+        if self._stores_early:
+            self.note_stored(request_id)
         self.check_end(sequence)
         self.tiers.fetch()
-        return self.make_ready(request_id, decide)
+        return moves
 
     def drop_drafts(self, request_id: int) -> None:
         self.ledger.drop_drafts(request_id)

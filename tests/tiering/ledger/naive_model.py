@@ -1,4 +1,4 @@
-"""What the ledger must never get wrong, in the most obvious form: an engine, a router and a picture of everything.
+"""What the ledger must never get wrong, in the most obvious form: an engine, and a picture of everything.
 
 What a model reads, by kind of group, for the token at position p: *full* everything before it, of its own beam; *window* its sinks and
 the last ``window - sinks - 1`` tokens before it; *recurrent* the state after exactly p tokens, in the block of the last position, which
@@ -13,16 +13,17 @@ from collections.abc import Callable, Iterable, Sequence
 from eviction_watch import pictures
 from pretend_cells import Cell, elements_of, history, tag_of
 from pretend_tier import Decide, PretendTier, Tiers, blocks_of, never, place
+from subscriber import Subscriber
 
+from kvtier.errors import CapacityError, KVTierError
 from kvtier.pools.pool_index import NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.capacity import held_blocks, most_blocks
-from kvtier.tiering.ledger.events import Created, Event, Removed, Stored, Updated
 from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW
 from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.request import Request
-from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
+from kvtier.tiering.ledger.sequence import ActiveSequence, Lease, SequenceRow
 
 
 class Life:
@@ -153,6 +154,17 @@ class Driver:
                 return False
         if any(self.ledger.sequence(request_id).must_report for request_id in ids):
             return False
+        old = [self.lives[request_id].num_tokens for request_id in ids]
+        self.append_step(ids, tokens)
+        for request_id, appended, before in zip(ids, tokens, old, strict=True):
+            if appended and self.make_ready(request_id, decide, before):
+                sequence = self.ledger.sequence(request_id)
+                if sequence.computed == sequence.num_tokens - 1:  # else a copy failed, and this is computed again from further back
+                    self._write(sequence, before, sequence.computed)
+        return True
+
+    def append_step(self, ids: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        """The call alone. Of several tokens that it appends to a beam, all but the newest are drafts that are written now."""
         before = self._takes()
         pictured = pictures(self.ledger)
         for request_id in ids:
@@ -163,14 +175,7 @@ class Driver:
         self.taken = [now - then for now, then in zip(self._takes(), before, strict=True)]
         self.tiers.fetch()
         for request_id, appended in zip(ids, tokens, strict=True):
-            life = self.lives[request_id]
-            old = life.num_tokens
-            life.append(appended)
-            if appended and self.make_ready(request_id, decide, old):
-                sequence = self.ledger.sequence(request_id)
-                if sequence.computed == sequence.num_tokens - 1:  # else a copy failed, and this is computed again from further back
-                    self._write(sequence, old, sequence.computed)
-        return True
+            self.lives[request_id].append(appended)
 
     def rewind(self, request_id: int, num_tokens: int) -> None:
         self.ledger.rewind(request_id, num_tokens)
@@ -199,6 +204,10 @@ class Driver:
         storable = self.ledger.sequence(request_id).storable_tokens()
         self.ever_stored.update(self.lives[request_id].beams[0][:storable - storable % self.ledger.tokens_per_block])
         self.ledger.store_context(request_id)
+
+    def store_and_pin(self, request_id: int) -> Lease:
+        self.note_stored(request_id)
+        return self.ledger.store_and_pin(request_id)
 
     def remove(self, request_id: int, store: bool) -> None:
         if store:
@@ -375,73 +384,38 @@ class Driver:
             assert block not in row.beam(beam) or is_same(beam), f"{name}: written while beam {beam} holds it"
 
 
-class Subscriber:
-    """A router that knows the cache only from its events."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
-        self.groups: list[dict[bytes, tuple[int, int]]] = [{} for _ in ledger.groups]  # by group, chain key: level, priority
-        self.tokens: dict[bytes, tuple[int, ...]] = {}
-        self.next_id = 0
-
-    @property
-    def blocks(self) -> dict[bytes, tuple[int, int]]:
-        """What it knows of the first group."""
-        return self.groups[0]
-
-    def consume(self) -> list[Event]:
-        events = self.ledger.events.flush()
-        for event in events:
-            assert event.event_id == self.next_id, "event ids ascend by one"
-            self.next_id += 1
-            data = event.data
-            blocks = self.groups[event.group]
-            may_have_gaps = self.ledger.groups[event.group].kind != FULL
-            if isinstance(data, Created):
-                blocks.clear()
-            elif isinstance(data, Stored):
-                assert may_have_gaps or data.parent_hash is None or data.parent_hash in blocks, "stored behind a block that is not"
-                for block in data.blocks:
-                    assert block.block_hash not in blocks, "stored twice"
-                    blocks[block.block_hash] = (block.level, block.priority)
-                    self.tokens[block.block_hash] = block.tokens
-            elif isinstance(data, Removed):
-                for key in data.block_hashes:
-                    del blocks[key]
-            elif isinstance(data, Updated):
-                level, priority = blocks[data.block_hash]
-                if data.level is not None:
-                    assert data.level[0] == level != data.level[1]
-                    level = data.level[1]
-                if data.priority is not None:
-                    assert data.priority[0] == priority != data.priority[1]
-                    priority = data.priority[1]
-                blocks[data.block_hash] = (level, priority)
-        return events
-
-    def check(self) -> None:
-        """After consuming everything the subscriber knows the tree: keys, levels, priorities."""
-        self.consume()
-        for allocator, known in zip(self.ledger.allocators, self.groups, strict=True):
-            actual = {allocator.chain_key(block): (level_of(block.index), block.priority)
-                      for block in allocator.blocks if block.node is not None}
-            assert known == actual
-
-
 def snapshot(ledger: Ledger) -> object:
     """All that a refused call must leave as it was."""
 
     def name(block: Block | None) -> int:
         return -1 if block is None else block.id
 
-    blocks = [[(block.id, block.index, block.ref_count, block.queue, block.priority, block.duration, block.num_tokens, block.warm_key,
-                name(block.secondary_backing), name(block.nvme_backing), name(block.owner),
+    blocks = [[(block.id, block.index, block.ref_count, block.queue, block.priority, block.duration, block.expires_at, block.num_tokens,
+                block.warm_key, name(block.secondary_backing), name(block.nvme_backing), name(block.owner),
                 b"" if block.node is None else block.node.chain_key(block.position)) for block in allocator.blocks]
               for allocator in ledger.allocators]
     queues = [[record.id for record in allocator.queues.members(level) if isinstance(record, Block)]
               for allocator in ledger.allocators for level in range(NUM_LEVELS)]
-    sequences = [(sequence.id, [[[block.id for block in row.beam(beam)] for beam in range(len(row.other_beams) + 1)]
-                                for row in sequence.rows], sequence.num_tokens, sequence.computed, sequence.valid)
+    sequences = [(sequence.id, [([[block.id for block in row.beam(beam)] for beam in range(len(row.other_beams) + 1)],
+                                 [list(departed) for departed in row.departed_ids]) for row in sequence.rows],
+                  sequence.num_tokens, sequence.computed, sequence.valid, sequence.must_report)
                  for sequence in ledger.sequences.values()]
     counters = (ledger.counters.values(), list(ledger.counters.hit_tokens), list(ledger.counters.hit_blocks))
     return blocks, queues, sequences, sorted(ledger.leases), counters, ledger.moves.next_number, ledger.tree.num_nodes()
+
+
+def refused(ledger: Ledger, error: type[KVTierError], call: Callable[[], object]) -> KVTierError:
+    """The call raises this error and leaves everything as it was."""
+    before = snapshot(ledger)
+    try:
+        call()
+    except error as raised:
+        assert snapshot(ledger) == before
+        return raised
+    raise AssertionError(f"{error.__name__} was not raised")
+
+
+def no_room(ledger: Ledger, call: Callable[[], object]) -> CapacityError:
+    error = refused(ledger, CapacityError, call)
+    assert isinstance(error, CapacityError)
+    return error

@@ -389,10 +389,10 @@ def test_sequences_of_any_kind_read_what_they_wrote_and_leave_nothing(data: st.D
             except CapacityError:
                 pass
         elif action == "store":
-            run.ledger.store_context(sequence.id)
+            run.driver.store_context(sequence.id)
             run.check()
         elif action in ("drop", "release"):
-            run.ledger.remove_sequence(sequence.id, action == "release")
+            run.driver.remove(sequence.id, action == "release")
             run.settle()
             active.remove(sequence)
         run.ledger.resume_prefills([one.id for one in active])

@@ -148,10 +148,10 @@ def test_a_lost_encoder_block_takes_the_sequence_back_to_its_start() -> None:
     lease = run.ledger.pin(sequence.id)
     run.fails = lambda _move: True
     run.ledger.make_writable(sequence.id, 2, 1)
-    run._carry_out_all()
+    run.driver.tiers.settle(run.fails)
     run.fails = lambda _move: False
     assert (sequence.computed, sequence.must_report) == (0, True)
-    run._encoded.discard(sequence.order)
+    run.driver.lives[sequence.id].is_encoded = False
     run.append(sequence, 1, 2, 3)
     run.ledger.release_lease(lease)
     run.finish()

@@ -63,7 +63,7 @@ def test_a_tail_that_is_stored_leaves_the_tree_before_drafts_are_written_into_it
     run = DraftRun(full(8))
     sequence = run.add(PROMPT)
     assert run.compute(sequence)
-    run.ledger.release_lease(run.ledger.store_and_pin(sequence.id))
+    run.ledger.release_lease(run.driver.store_and_pin(sequence.id))
     tail = sequence.blocks[1]
     assert tail.node is not None
     run.propose(sequence, [1], [-1])
@@ -166,7 +166,7 @@ def test_a_batch_with_a_drafting_sequence_is_appended_to_nobody() -> None:
 def test_storing_the_context_ignores_drafts() -> None:
     run, sequence = drafting(full(8))
     run.ledger.mark_computed(sequence.id, 6)
-    run.ledger.store_context(sequence.id)
+    run.driver.store_context(sequence.id)
     run.check()
     assert run.reuse([*PROMPT, 1]) == 4
     run.accept(sequence, [1, 3])
@@ -186,7 +186,7 @@ def test_a_sequence_ends_without_its_drafts() -> None:
 def test_what_is_stored_and_pinned_while_drafts_are_written_leaves_out_their_block() -> None:
     run, sequence = drafting(full(8))
     run.ledger.mark_computed(sequence.id, 6)
-    lease = run.ledger.store_and_pin(sequence.id)
+    lease = run.driver.store_and_pin(sequence.id)
     run.check()
     assert [len(row) for row in lease.rows] == [1]
     run.accept(sequence, [1, 3])
@@ -316,6 +316,21 @@ def test_nothing_leaves_a_window_because_of_drafts_until_they_are_accepted() -> 
     run.accept(sequence, [0, 2])
     assert run.ids(sequence)[0] < 0  # position 7 reads positions 4 to 7
     assert sequence.rows[0].departed_ids == [[before[0]]]
+    run.finish()
+
+
+def test_what_leaves_a_window_by_accepted_drafts_is_stored_before() -> None:
+    run = DraftRun(window(4, 12))
+    sequence = run.add(PROMPT)
+    run.append(sequence, 1)
+    for step in range(4):
+        run.propose(sequence, [10 * step, 10 * step + 1], [-1, 0])
+        run.verify_drafts(sequence)
+        run.accept(sequence, [0, 1])
+    whole = sequence.keys.token_ids(0, sequence.num_tokens)
+    run.release(sequence)
+    for end in range(4, len(whole) - 1, 4):
+        assert run.reuse(whole[:end + 1]) == end, f"the block that ends with token {end} left before it was stored"
     run.finish()
 
 

@@ -94,7 +94,7 @@ class Engine:
         tree = run.ledger.pending_drafts(sequence.id)
         run.verify_drafts(sequence)
         node = self.draw(st.integers(-1, tree.num_drafts - 1))
-        expected = [*run._beams[sequence.id][0], *(tree.tokens[accepted] for accepted in tree.path_to(node))]
+        expected = [*sequence.keys.token_ids(0, sequence.num_tokens), *(tree.tokens[accepted] for accepted in tree.path_to(node))]
         run.accept(sequence, tree.path_to(node))
         assert sequence.keys.token_ids(0, sequence.num_tokens) == expected
         assert sequence.computed == len(expected)
@@ -121,13 +121,13 @@ class Engine:
             self.run.settle()
 
     def store(self, sequence: ActiveSequence) -> None:
-        self.run.ledger.store_context(sequence.id)
+        self.run.driver.store_context(sequence.id)
         self.run.check()
 
     def pin(self, sequence: ActiveSequence) -> None:
         if sequence.drafts is None and sequence.computed < sequence.num_tokens and not self.run.compute(sequence):
             return  # the newest token goes into the unfilled block: before that is stored
-        pin = self.run.ledger.pin if self.draw(st.booleans()) else self.run.ledger.store_and_pin
+        pin = self.run.ledger.pin if self.draw(st.booleans()) else self.run.driver.store_and_pin
         self.leases.append(pin(sequence.id))
         self.run.check()
 
@@ -140,7 +140,7 @@ class Engine:
         self.run.release(sequence)
 
     def drop(self, sequence: ActiveSequence) -> None:
-        self.run.ledger.remove_sequence(sequence.id, self.draw(st.booleans()))
+        self.run.driver.remove(sequence.id, self.draw(st.booleans()))
         self.run.settle()
 
     def finish(self) -> None:

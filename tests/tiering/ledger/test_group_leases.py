@@ -74,7 +74,7 @@ def test_a_lease_ends_once_whatever_happened_to_its_sequence() -> None:
     run.ledger.release_lease(lease)
     run.refused(RequestError, lambda: run.ledger.release_lease(lease))
     run.refused(UnknownRequest, lambda: run.ledger.pin(sequence.id))
-    run.refused(UnknownRequest, lambda: run.ledger.store_and_pin(sequence.id))
+    run.refused(UnknownRequest, lambda: run.driver.store_and_pin(sequence.id))
     run.finish()
 
 
@@ -84,7 +84,7 @@ def test_storing_with_a_pin_holds_the_trees_block_rather_than_the_own_duplicate(
     stored = {block.id for block in run.ledger.allocators[1].blocks if block.node is not None}
     twin = run.add(range(9), skip_read=True)
     assert run.compute(twin)
-    lease = run.ledger.store_and_pin(twin.id)
+    lease = run.driver.store_and_pin(twin.id)
     for group in range(2):
         assert {block.id for block in lease.rows[group]} == stored
         assert run.real_ids(twin, group).isdisjoint(stored)
@@ -98,7 +98,7 @@ def test_what_is_stored_with_a_pin_is_found_however_much_is_taken_afterwards() -
     run = GroupRun(window(8, 8), full(8))
     sequence = run.add(range(9))
     assert run.compute(sequence)
-    lease = run.ledger.store_and_pin(sequence.id)
+    lease = run.driver.store_and_pin(sequence.id)
     run.drop(sequence)
     for start in range(100, 1000, 100):
         run.serve(range(start, start + 21))
@@ -116,7 +116,7 @@ def test_a_stored_block_on_the_secondary_level_is_held_there() -> None:
     run.settle()
     twin = run.add(range(9), skip_read=True)
     assert run.compute(twin)
-    lease = run.ledger.store_and_pin(twin.id)
+    lease = run.driver.store_and_pin(twin.id)
     assert level_of(run.ledger.block(0).index) == SECONDARY
     assert run.ledger.block(0) in lease.rows[0]
     run.drop(twin)
@@ -133,7 +133,7 @@ def test_a_block_that_is_held_on_the_secondary_level_still_costs_a_primary_one(g
     run.settle()
     twin = run.add(range(9), skip_read=True)
     assert run.compute(twin)
-    lease = run.ledger.store_and_pin(twin.id)
+    lease = run.driver.store_and_pin(twin.id)
     request = run.request(range(9))
     reuse = capacity.match(run.ledger, request)
     assert (reuse.reusable_blocks, reuse.referenced_blocks, reuse.unreferenced_by_group[0]) == (2, 1, 1)
@@ -149,7 +149,7 @@ def test_storing_with_a_pin_holds_the_partial_tail_in_every_group() -> None:
     run = GroupRun(window(8, 24), full(24))
     sequence = run.add(range(11))
     assert run.compute(sequence)
-    lease = run.ledger.store_and_pin(sequence.id)
+    lease = run.driver.store_and_pin(sequence.id)
     assert [len(row) for row in lease.rows] == [3, 3]
     run.append(sequence, 11)  # the tail is held and stored: it is copied before it is written
     assert run.ids(sequence, 1)[2] != lease.rows[1][2].id
@@ -162,7 +162,7 @@ def test_storing_with_a_pin_stores_what_was_computed_and_no_more() -> None:
     run = GroupRun(full(24))
     sequence = run.add(range(20))
     assert run.compute(sequence, 9)
-    lease = run.ledger.store_and_pin(sequence.id)
+    lease = run.driver.store_and_pin(sequence.id)
     assert [block.num_tokens for block in lease.rows[0]] == [4, 4, 1]
     run.ledger.release_lease(lease)
     run.finish()

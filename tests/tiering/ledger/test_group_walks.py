@@ -153,7 +153,7 @@ class GroupWalk:
         self.leases.append(self.run.ledger.pin(sequence.id))
 
     def store_and_pin(self, sequence: ActiveSequence) -> None:
-        self.leases.append(self.run.ledger.store_and_pin(sequence.id))
+        self.leases.append(self.run.driver.store_and_pin(sequence.id))
 
     def unpin(self) -> None:
         if self.leases:

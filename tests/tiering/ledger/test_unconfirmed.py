@@ -215,13 +215,14 @@ def test_a_copy_made_after_the_sequence_was_ready_counts_as_well() -> None:
     run.ledger.append_step([sequence.id], [[7]])
     run.tier.fetch()
     move = pending(run, PRIMARY, PRIMARY)
-    for token in (8, 9, 10, 11):
+    for token in range(8, 15):
         run.ledger.append_step([sequence.id], [[token]])
     run.ledger.store_context(sequence.id)
-    assert [block.node is not None for block in sequence.blocks[:2]] == [True, True]
+    blocks = sequence.blocks[:3]
+    assert [block.node is not None for block in blocks] == [True, True, True]
     run.ledger.finish(move, True)
     assert (sequence.computed, sequence.must_report) == (4, True)
-    assert [block.node is not None for block in sequence.blocks[:2]] == [True, False]
+    assert [block.node is not None for block in blocks] == [True, False, False]
     run.ledger.release_lease(lease)
     run.ledger.remove_sequence(sequence.id, False)
 

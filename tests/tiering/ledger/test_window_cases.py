@@ -72,7 +72,7 @@ def test_case_I3_a_block_out_of_the_window_is_free_to_be_taken() -> None:
 def test_case_I7_a_what_if_passes_over_what_has_left_the_window() -> None:
     run, sequence = with_a(5)
     what_if = WhatIf(1)
-    assert what_if.remove(sequence) == 2
+    assert what_if.remove(run.ledger, sequence) == 2
     assert num_schedulable_blocks(run.ledger, what_if, 0) == 5
     assert run.free() == 3, "the real counts are untouched"
     run.drop(sequence)

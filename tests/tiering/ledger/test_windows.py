@@ -69,8 +69,8 @@ def test_an_append_counts_what_comes_before_it_as_computed_when_it_stores() -> N
     """An engine that never calls mark_computed: the first append says that the whole prompt has been computed."""
     run = GroupRun(window(8, 16))
     sequence = run.add(prompt(4))
-    run._forward(sequence, 0, 17)
-    run.ledger.append_step([sequence.id], [[1]])
+    run.driver._write(sequence, 0, 17)
+    run.driver.append_step([sequence.id], [[1]])
     run.check()
     assert capacity.match(run.ledger, run.request(prompt(4))).reusable_blocks == 4
     run.drop(sequence)
@@ -305,7 +305,7 @@ def test_where_nothing_but_placeholders_would_be_stored_the_tree_stays_as_it_is(
     assert run.compute(sequence, 11)
     run.append(sequence, 12)
     assert placeholders(run, sequence) == [0, 1]
-    run.ledger.store_context(sequence.id)
+    run.driver.store_context(sequence.id)
     run.check()
     run.finish()
 

@@ -28,16 +28,17 @@ def test_each_move_is_reported_exactly_once_by_whoever_drains(make_rig: Make) ->
         while not stop.is_set():
             seen.extend(result.move.number for result in rig.transfers.drain())
 
-    threads = [threading.Thread(target=drain) for _ in range(2)]
+    threads = [threading.Thread(target=drain, daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()
     for round_number in range(25):
         rig.transfers.issue([rig.move(pool_index(round_number % 2, slot), pool_index(1 - round_number % 2, slot))
                              for slot in range(16)])
-    assert rig.transfers.idle(10.0)
+    is_idle = rig.transfers.idle(30.0)
     stop.set()
     for thread in threads:
         thread.join(10.0)
+    assert is_idle
     seen.extend(result.move.number for result in rig.transfers.drain())
     assert sorted(seen) == list(range(400))
 
