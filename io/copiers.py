@@ -8,15 +8,17 @@ between host memories, and section by section where one end is the primary pool.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from kvtier.io.copy_runs import Run, check_slots, coalesce, rows_per_run
+from kvtier.errors import ConfigError
+from kvtier.io.copy_runs import check_slots
 from kvtier.io.cuda_copier import CudaCopier
 from kvtier.io.cuda_stream import load_cuda
+from kvtier.io.layer_copier import BlockRows, LayerCopier, section_copier
+from kvtier.io.row_copier import Call, Numbers, RowCopier, Rows
 from kvtier.kernels.partial_copy import copy_partial_blocks
 from kvtier.pools.block_sections import BlockSection
 from kvtier.pools.group_pools import GroupPools
@@ -25,12 +27,7 @@ from kvtier.pools.layout import LayerGroup
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY
 from kvtier.pools.primary import TORCH_DTYPES, PrimaryPool, SectionPool
 
-Rows = npt.NDArray[np.uint8]
 Memory = PrimaryPool | HostArena
-
-GATHER_BYTES: Final = 64 << 20
-"""The most that one gathering call moves: large enough that handing the GIL back and forth does not count, small enough
-that a stream which is closed, or a slot that is waited for, does not wait for a gigabyte."""
 
 
 class Copier(Protocol):
@@ -56,8 +53,8 @@ class HostCopier:
         self._num_sources = num_slots(source)
         self._num_destinations = num_slots(destination)
         self._tokens_per_block = group.tokens_per_block
-        by_section = [RowCopier(section_rows(source, section), section_rows(destination, section)) for section in group.sections]
-        self._whole = by_section
+        by_section = [section_copier(section_rows(source, section), section_rows(destination, section)) for section in group.sections]
+        self._whole: list[RowCopier | LayerCopier] = [*by_section]
         if isinstance(source, HostArena) and isinstance(destination, HostArena):
             # Between two arenas a block is one row, whatever it consists of.
             self._whole = [RowCopier(source.rows, destination.rows)]
@@ -69,64 +66,26 @@ class HostCopier:
         """Copy now, in the calling thread."""
         if not pairs:
             return
-        check_slots(pairs, self._num_sources, self._num_destinations)
+        sources, destinations = self._checked(pairs)
         copiers = self._whole
         if 0 < num_tokens < self._tokens_per_block:
             for destination, source in self._by_token:
                 copy_partial_blocks(destination, source, pairs, num_tokens)
             copiers = self._beside
         for copier in copiers:
-            copier.copy(pairs)
+            copier.copy(sources, destinations)
 
+    def plan(self, pairs: Sequence[tuple[int, int]]) -> list[Call]:
+        """The calls that ``copy(pairs)`` makes, for a thread that is to do nothing but copy. IndexError as of ``copy``."""
+        sources, destinations = self._checked(pairs)
+        return [call for copier in self._whole for call in copier.plan(sources, destinations)]
 
-class RowCopier:
-    """Copies rows between two arrays of the host, uint8 ``[slots, bytes]``.
-
-    A copy that releases the GIL has to get it back after each call, which costs up to a switch interval (5 ms) beside a
-    busy Python thread. So the aim is few calls: one for each run of neighbours, one for many scattered sources whose
-    destinations are neighbours. Index assignment (``a[i] = b[j]``) holds the GIL and is never used.
-    """
-
-    def __init__(self, source: Rows, destination: Rows) -> None:
-        self._source = source
-        self._destination = destination
-        self._max_rows = rows_per_run(destination.shape[1])
-        self._gather_rows = max(1, GATHER_BYTES // destination.shape[1])
-        # np.take reads a strided source, writes a strided result and copes with overlap by an extra copy of everything.
-        self._can_gather = bool(source.flags.c_contiguous and destination.flags.c_contiguous
-                                and not np.may_share_memory(source, destination))
-
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy rows whose numbers have been checked."""
-        runs = coalesce(pairs, self._max_rows)
-        position = 0
-        while position < len(runs):
-            end = self._end_of_gather(runs, position)
-            if end - position > 1:
-                self._gather(runs[position:end])
-            else:
-                source, destination, length = runs[position]
-                np.copyto(self._destination[destination:destination + length], self._source[source:source + length])
-            position = end
-
-    def _end_of_gather(self, runs: list[Run], start: int) -> int:
-        """The end of the runs from ``start`` on whose destinations follow one another and that one call may carry."""
-        if not self._can_gather:
-            return start + 1
-        rows = runs[start].length
-        end = start + 1
-        while end < len(runs) and runs[end].destination == runs[end - 1].destination + runs[end - 1].length:
-            rows += runs[end].length
-            if rows > self._gather_rows:
-                break
-            end += 1
-        return end
-
-    def _gather(self, runs: list[Run]) -> None:
-        sources = np.concatenate([np.arange(run.source, run.source + run.length) for run in runs])
-        first = runs[0].destination
-        # mode="clip": with the default, the result is buffered and copied once more. The slots have been checked.
-        np.take(self._source, sources, axis=0, out=self._destination[first:first + len(sources)], mode="clip")
+    def _checked(self, pairs: Sequence[tuple[int, int]]) -> tuple[Numbers, Numbers]:
+        slots = np.array(pairs, np.intp)
+        sources, destinations = slots[:, 0], slots[:, 1]
+        if slots.min() < 0 or sources.max() >= self._num_sources or destinations.max() >= self._num_destinations:
+            check_slots(pairs, self._num_sources, self._num_destinations)  # names the first that is outside
+        return sources, destinations
 
 
 def open_copiers(pools: GroupPools, staging: HostArena | None, device: str) -> dict[tuple[int, int], Copier]:
@@ -136,6 +95,9 @@ def open_copiers(pools: GroupPools, staging: HostArena | None, device: str) -> d
         pools: memory of the group.
         staging: where blocks read from NVMe arrive; None without an NVMe level.
         device: a device's name, as ``Device.name`` gives it.
+
+    Raises:
+        ConfigError: a layer-first pool on CUDA.
     """
     memories: dict[int, Memory] = {PRIMARY: pools.primary}
     if pools.secondary is not None:
@@ -147,6 +109,8 @@ def open_copiers(pools: GroupPools, staging: HostArena | None, device: str) -> d
     if device == "cpu":
         return {(destination, source): HostCopier(memories[source], memories[destination], pools.group)
                 for destination, source in pairs}
+    if pools.primary.layer_first:
+        raise ConfigError(f"device={device!r}: copies to and from layer-first pools are made on the CPU only; use a block-first pool")
     cuda = load_cuda()
     return {(destination, source): CudaCopier(cuda, memories[source], memories[destination], pools.group)
             for destination, source in pairs}
@@ -170,19 +134,18 @@ def typed_blocks(memory: Memory, group: LayerGroup) -> torch.Tensor:
     return section_blocks(memory, group.sections[0])
 
 
-def section_rows(memory: Memory, section: BlockSection) -> Rows:
-    """One section of all blocks, uint8 ``[slots, section bytes]``; the primary pool has to be on the CPU."""
+def section_rows(memory: Memory, section: BlockSection) -> BlockRows:
+    """One section of all blocks; the primary pool has to be on the CPU."""
     if isinstance(memory, HostArena):
-        return memory.rows[:, section.offset:section.offset + section.num_bytes]
-    rows: Rows = _of(memory, section).rows.numpy()
-    return rows
+        return BlockRows(memory.rows[:, section.offset:section.offset + section.num_bytes])
+    return BlockRows(_of(memory, section).rows.numpy(), section.shape[0] if memory.layer_first else 0)
 
 
 def section_blocks(memory: Memory, section: BlockSection) -> torch.Tensor:
     """One section of all blocks, ``[slots, *section.shape]`` in the section's dtype."""
     if isinstance(memory, PrimaryPool):
         return _of(memory, section).tensor
-    rows = torch.from_numpy(section_rows(memory, section)).view(TORCH_DTYPES[section.dtype])
+    rows = torch.from_numpy(section_rows(memory, section).rows).view(TORCH_DTYPES[section.dtype])
     return rows.view(memory.num_slots, *section.shape)
 
 

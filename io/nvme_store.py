@@ -17,7 +17,9 @@ from types import TracebackType
 from typing import Final
 
 from kvtier.errors import CorruptBlock, TransferError
+from kvtier.io.block_writer import BlockWriter, rows_of, slots_per_run
 from kvtier.io.direct_file import Buffer
+from kvtier.io.drive_queue import DriveQueue
 from kvtier.io.faults import Faults
 from kvtier.io.incident import Incident
 from kvtier.io.manifest import ManifestRow, Place, collector_paused
@@ -36,6 +38,9 @@ _log = logging.getLogger(__name__)
 _RELEASE_SECONDS: Final = 1.0
 """The least time that closing gives to the last commit, however little is left of the caller's."""
 
+WRITE_THREADS: Final = 2
+"""Runs of blocks written at once: a drive with a second one waiting has no gaps between them."""
+
 
 class NvmeStore:
     """The NVMe level of all groups. Make one with :meth:`open`.
@@ -44,10 +49,13 @@ class NvmeStore:
     wait for each other). The caller sees to it that a slot is not read while it is written.
     """
 
-    def __init__(self, opened: OpenedStore, sync: bool, clock: Callable[[], float]) -> None:
+    def __init__(self, opened: OpenedStore, sync: bool, clock: Callable[[], float], drive: DriveQueue | None = None) -> None:
         self._opened = opened
         self._home = opened.home
         self._slabs = opened.slabs
+        for slab in self._slabs:
+            slab.file.queue = drive
+        self._writer = BlockWriter(self._slabs, WRITE_THREADS)
         self._manifest = opened.manifest
         self._quarantine = Quarantine(opened.manifest, clock)
         self._sync = sync
@@ -69,7 +77,8 @@ class NvmeStore:
 
     @classmethod
     def open(cls, directory: str | Path, namespace: str, geometries: Sequence[NvmeGeometry], *, faults: Faults | None = None,
-             free_space_reserve: int | None = None, sync: bool = False, clock: Callable[[], float] = time.time) -> NvmeStore:
+             free_space_reserve: int | None = None, sync: bool = False, clock: Callable[[], float] = time.time,
+             drive: DriveQueue | None = None) -> NvmeStore:
         """Open a directory, making it when it is missing or empty, and verify its manifest.
 
         More slots than before extend the slabs; with fewer, the blocks beyond the new end are dropped, aloud. A damaged
@@ -84,6 +93,7 @@ class NvmeStore:
             sync: make each commit, and the blocks before it, survive a loss of power. Without it a loss of power may cost
                 the latest blocks and send some of the latest slots to the quarantine; a crash of the process costs neither.
             clock: wall-clock seconds.
+            drive: the turns that reads and writes of blocks take; None for as many at once as there are threads that ask.
 
         Raises:
             ConfigError: the directory cannot be written, is in use, is not ours, belongs to another model or layout, or has
@@ -91,15 +101,39 @@ class NvmeStore:
         """
         opened = open_store(directory, namespace, geometries, faults=faults, free_space_reserve=free_space_reserve, sync=sync)
         opened.manifest.faults = faults
-        return cls(opened, sync, clock)
+        return cls(opened, sync, clock, drive)
 
-    def read_block(self, group: int, slot: int, key: bytes, out: Buffer) -> None:
+    def most_ahead(self, group: int) -> int:
+        """How many neighbouring slots :meth:`read_ahead` may take at once; 1 where it is not worth while."""
+        return slots_per_run(self._slabs[group])
+
+    def read_ahead(self, group: int, first_slot: int, outs: Sequence[Buffer]) -> list[Buffer]:
+        """Read neighbouring slots with one call, without looking at what they hold.
+
+        Args:
+            group, first_slot, outs: where from, and for each slot uint8 [payload_bytes], contiguous.
+
+        Returns:
+            for each slot what :meth:`read_block` wants as ``arrived``.
+
+        Raises:
+            TransferError: the read failed; read each block on its own then, so that each gets its own answer.
+        """
+        slab = self._slab_of(group, first_slot + len(outs) - 1)
+        with self._busy():
+            try:
+                return slab.read_ahead(first_slot, outs)
+            except OSError as error:
+                raise TransferError(f"group {group}, {len(outs)} slots from {first_slot} on: {error}") from error
+
+    def read_block(self, group: int, slot: int, key: bytes, out: Buffer, arrived: Buffer | None = None) -> None:
         """Read one block and verify magic, version, namespace, place, key, length and checksum.
 
         Args:
             group, slot, key: which block, and what it must be.
             out: uint8 [block_bytes] or [payload_bytes], contiguous; read in place when it is aligned. Garbage unless the
                 call returns.
+            arrived: of :meth:`read_ahead`, when it has read the block into ``out``: then it is only verified.
 
         Raises:
             CorruptBlock: it does not verify; names group, slot and what differed. The caller must call ``quarantine``.
@@ -110,7 +144,10 @@ class NvmeStore:
         with self._busy():
             self._require_stored(group, slot, key)
             try:
-                slab.read(slot, key, out)
+                if arrived is None:
+                    slab.read(slot, key, out)
+                else:
+                    slab.verify(slot, key, out, arrived)
                 self._require_stored(group, slot, key)  # a block that a reset or a discard overtook is not served
             except CorruptBlock:
                 self._require_stored(group, slot, key)  # and its slot, perhaps in new use already, is not corrupt
@@ -308,6 +345,8 @@ class NvmeStore:
             _log.warning("%s: hit counts or quarantine could not be saved at close: %s", self._home.path, error)
         if not self._manifest.close(deadline - time.monotonic()):
             return
+        if not self._writer.close(max(deadline - time.monotonic(), 0.5)):  # idle: no call is active any more
+            return
         for slab in self._slabs:
             slab.file.close()
         self._home.close()
@@ -365,22 +404,15 @@ class NvmeStore:
                 raise deleted(slab.file.path)
 
     def _write_data(self, items: Sequence[BlockWrite], positions: Sequence[int], errors: list[Exception | None]) -> list[ManifestRow]:
-        """Write the blocks until one fails; that one and the rest get errors. Returns the rows of what is complete."""
-        rows: list[ManifestRow] = []
-        now = self._clock()
-        for number, position in enumerate(positions):
-            item = items[position]
-            expiry = float(item.expiry) + 0.0  # SQLite does not keep the sign of -0.0, and the row's digest would differ
-            try:
-                header = self._slabs[item.group].write(item.slot, item.key, item.data, item.priority, expiry, now)
-            except (OSError, TransferError) as error:
-                self._pause.failed(f"Could not write group {item.group}, slot {item.slot}: {error}")
-                errors[position] = TransferError(f"group {item.group}, slot {item.slot}: not stored: {error}")
-                for later in positions[number + 1:]:
-                    errors[later] = TransferError(f"group {items[later].group}, slot {items[later].slot}: not stored: an earlier "
-                                                  f"write of the batch failed ({error})")
-                break
-            rows.append(ManifestRow(item.group, item.slot, item.key, header.length, header.checksum, item.priority, expiry, 0))
+        """Write the blocks until one fails; what was not written gets an error. Returns the rows of what is complete."""
+        pending = [items[position] for position in positions]
+        outcome = self._writer.write(pending, self._clock())
+        failed = next((number for number, result in enumerate(outcome) if isinstance(result, Exception)), None)
+        if failed is not None:
+            self._pause.failed(f"Could not write group {pending[failed].group}, slot {pending[failed].slot}: {outcome[failed]}")
+        rows, failures = rows_of(pending, outcome)
+        for position, failure in zip(positions, failures, strict=True):
+            errors[position] = failure
         return rows
 
     def _objection(self, item: BlockWrite) -> TransferError | None:

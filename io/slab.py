@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -109,6 +109,8 @@ class SlabFile:
         self.file = (DirectFile(path, create=True, direct=direct) if faults is None
                      else FaultyFile(path, geometry, faults, direct=direct))
         self._headers = _HeaderPages()
+        self.one_by_one = faults is not None
+        """Whether each block needs a call of its own: failures are injected into calls."""
 
     def require_size(self, num_slots: int) -> None:
         """Check that the file is long enough for ``num_slots`` slots.
@@ -134,12 +136,36 @@ class SlabFile:
             OSError, TransferError: as :meth:`DirectFile.write`; the slot's content is undefined then.
         """
         geometry = self.geometry
-        checksum = block_checksum(data[:geometry.block_bytes], key, self.group, slot)
-        header = SlotHeader(self.group, slot, key, geometry.block_bytes, self.namespace_digest, checksum, priority, expiry, written)
         page = self._headers.page
-        header.pack_into(page)
+        header = self.seal(page, slot, key, data, priority, expiry, written)
         self.file.write(geometry.offset(slot), [page, data])
         return header
+
+    def seal(self, page: Buffer, slot: int, key: bytes, data: Buffer, priority: int, expiry: float, written: float) -> SlotHeader:
+        """Fill ``page``, uint8 [4096], with the header that goes in front of ``data``; arguments as of :meth:`write`."""
+        block_bytes = self.geometry.block_bytes
+        checksum = block_checksum(data[:block_bytes], key, self.group, slot)
+        header = SlotHeader(self.group, slot, key, block_bytes, self.namespace_digest, checksum, priority, expiry, written)
+        header.pack_into(page)
+        return header
+
+    def read_ahead(self, first_slot: int, outs: Sequence[Buffer]) -> list[Buffer]:
+        """Read neighbouring slots with one vectored call, to be verified by :meth:`verify`.
+
+        Args:
+            first_slot: of the blocks.
+            outs: for each slot uint8 [payload_bytes].
+
+        Returns:
+            the slots' header pages.
+
+        Raises:
+            TransferError, OSError: as :meth:`read`; nothing is known of any of the blocks then.
+        """
+        memory = aligned_buffer(len(outs) * HEADER_BYTES)
+        pages = [memory[start:start + HEADER_BYTES] for start in range(0, memory.nbytes, HEADER_BYTES)]
+        self.file.read(self.geometry.offset(first_slot), [buffer for pair in zip(pages, outs, strict=True) for buffer in pair])
+        return pages
 
     def read(self, slot: int, key: bytes, out: Buffer) -> None:
         """Read and verify one block.
@@ -154,11 +180,23 @@ class SlabFile:
             TransferError: the file ends inside the slot.
             OSError: the system could not read.
         """
-        geometry = self.geometry
         namespace_digest = self.namespace_digest
         page = self._headers.page
-        self.file.read(geometry.offset(slot), [page, out])
-        block = out[:geometry.block_bytes]
+        self.file.read(self.geometry.offset(slot), [page, out])
+        self._verify(page, slot, namespace_digest, key, out)
+
+    def verify(self, slot: int, key: bytes, out: Buffer, page: Buffer) -> None:
+        """Verify one block that :meth:`read_ahead` has read. CorruptBlock as of :meth:`read`.
+
+        Args:
+            slot, key, out: as of :meth:`read`.
+            page: the slot's header page.
+        """
+        self._verify(page, slot, self.namespace_digest, key, out)
+
+    def _verify(self, page: Buffer, slot: int, namespace_digest: bytes, key: bytes, out: Buffer) -> None:
+        """Raise CorruptBlock unless header and block are what they must be."""
+        block = out[:self.geometry.block_bytes]
         differing = list(self._header_differences(page, slot, namespace_digest, key))
         if not differing:
             checksum = block_checksum(block, key, self.group, slot)

@@ -1,4 +1,4 @@
-"""What is proved, by name: each bug class that this kind of code is known for, and each known-answer case, has a test in the default run.
+"""What is proved, by name: each bug class known of this kind of code, each known-answer case and each rule has a test in the default run.
 
 A test of a bug class names its numbers at the start of its docstring (``Bug 13124.``, ``Bugs 8813, 8274, 9056: why``); a test of a case
 is called after it (``test_case_D3_...``). Numbers are those of TensorRT-LLM's issues and pull requests.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,65 @@ CASES: dict[str, str] = {
 }
 
 
-def default_tests() -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+RULES: dict[str, tuple[str, ...]] = {  # what breaks caches of this kind in practice, as rules; each with tests that would notice
+    "a failed, short or corrupt read is never served, its entry goes, and the engine computes again": (
+        "test_a_failed_read_is_a_miss_and_the_others_go_on", "test_a_flipped_bit_is_never_served",
+        "test_sequences_that_share_a_failed_block_are_all_told", "test_a_quarantined_slot_is_in_no_queue_and_never_written_again"),
+    "a bad entry is not asked for again and again": (
+        "test_a_flipped_bit_is_never_served", "test_a_block_computed_again_after_a_failure_can_be_copied_again"),
+    "a key names everything that changes the bytes, and is the same in every process": (
+        "test_chain_keys_differ_when_any_part_of_the_namespace_does", "test_different_adapters_and_salts_never_share",
+        "test_ids_of_one_process_mean_nothing_to_the_next", "test_another_model_is_refused_and_nothing_is_touched",
+        "test_chain_keys_are_a_sha256_over_what_the_documentation_says_and_so_the_same_in_every_process"),
+    "copies are ordered in both directions, and no slot is freed while one uses it": (
+        "test_a_copy_that_takes_long_is_not_overtaken_by_what_depends_on_it",
+        "test_blocks_of_a_sequence_that_went_are_reused_at_once_with_the_right_bytes",
+        "test_handles_with_a_transfer_to_or_from_nvme_are_in_no_queue_until_it_ended"),
+    "an abort or a pre-emption may come at any moment": (
+        "test_a_sequence_may_go_while_its_reads_are_in_flight",
+        "test_a_request_pre_empted_while_its_reads_are_in_flight_comes_again_under_the_same_id",
+        "test_blocks_of_a_sequence_removed_within_its_step_are_not_handed_out_before_the_step_ends"),
+    "what a look-up, a pin or a load holds ends with its request or its lease": (
+        "test_hits_do_not_decay_however_requests_end", "test_case_D6_pinned_blocks_are_not_free_until_released",
+        "test_a_lease_is_released_once"),
+    "every wait has a time-out, and closing is bounded": (
+        "test_a_slow_read_is_waited_for_as_long_as_asked", "test_a_timeout_is_a_number_of_seconds",
+        "test_closing_is_bounded_while_reads_are_in_flight"),
+    "a level that is full or all held is never an exception": (
+        "test_a_host_level_held_by_leases_costs_content_and_nothing_else", "test_leased_blocks_are_not_promised",
+        "test_preempting_who_is_named_makes_room", "test_a_full_disk_stops_stores_for_a_while_and_nothing_else"),
+    "a block of low priority never reaches the disk": (
+        "test_a_block_below_the_nvme_threshold_never_reaches_disk", "test_a_low_block_never_reaches_nvme_by_any_path"),
+    "a reset clears all levels and the stores in flight before it returns": (
+        "test_reset_forgets_all_levels_for_good", "test_reset_takes_stores_in_flight_with_it"),
+    "stores are shed under pressure and loads are not": (
+        "test_writes_are_shed_at_once_while_the_store_accepts_none_and_loads_are_not",),
+    "what is evicted before it was written is counted": (
+        "test_of_the_blocks_that_were_dropped_those_in_host_memory_are_counted_apart",
+        "test_a_block_below_the_secondary_threshold_is_dropped"),
+    "reads from disk have room of their own beside the cache": (
+        "test_more_reads_than_staging_buffers_do_not_deadlock", "test_staging_buffers_are_bounded"),
+    "a hit is counted when its bytes have arrived": (
+        "test_hits_are_counted_when_the_bytes_have_arrived", "test_a_bad_read_is_no_hit"),
+    "an unknown key is an error with the nearest name": (
+        "test_an_unknown_keyword_names_the_nearest_key",),
+    "the usable prefix is the shortest over all groups, and one group's loss shortens all": (
+        "test_a_damaged_block_of_one_group_shortens_the_prefix_in_all",
+        "test_a_lost_block_leaves_the_longest_prefix_that_every_group_still_holds"),
+    "a hole at the head of a stored prompt is refilled, and its tail is found again": (
+        "test_a_hole_in_a_stored_prompt_is_refilled_and_what_lies_behind_is_found_again",),
+    "every kind of fault can be injected": (
+        "test_no_wrong_byte_while_reads_and_copies_fail", "test_many_threads_share_a_cache"),
+}
+
+
+@cache
+def default_tests() -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]:
     """Every test function of the default run."""
+    return tuple(_default_tests())
+
+
+def _default_tests() -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for path in TESTS.rglob("test_*.py"):
         if (TESTS / "gpu") in path.parents:
             continue
@@ -96,6 +154,12 @@ def test_no_test_claims_a_bug_class_that_is_not_listed(names_and_numbers: tuple[
 @pytest.mark.parametrize("label", list(CASES))
 def test_each_known_answer_has_a_test_called_after_it(label: str, names_and_numbers: tuple[set[str], set[int]]) -> None:
     assert label in names_and_numbers[0], f"no test_case_{label}_... ({CASES[label]})"
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_each_rule_has_the_tests_that_would_notice(rule: str) -> None:
+    missing = set(RULES[rule]) - {test.name for test in default_tests()}
+    assert not missing
 
 
 def test_no_test_is_called_after_a_case_that_is_not_listed(names_and_numbers: tuple[set[str], set[int]]) -> None:

@@ -91,11 +91,13 @@ class TierConfig(BaseSettings):
     """Free space that the NVMe level leaves on its file system; a size in bytes."""
     nvme_sync: bool = False
     """Wait for the drive's own cache on every commit. Off: power loss may cost recent entries, never correctness."""
+    nvme_write_bandwidth: str | None = None
+    """Store at most so much on NVMe, such as "500MiB/s". None: as much as the drive takes. Loads are not counted."""
     nvme_scrub_bandwidth: str | None = None
     """Verify NVMe blocks in the background while nothing is being moved, reading at most so much, such as "50MiB/s". None: not at all;
     ``kvtier store scrub`` does it while no process uses the directory."""
-    read_threads: Annotated[int, Field(ge=1, le=256)] = 2
-    """Threads that read and verify NVMe blocks."""
+    read_threads: Annotated[int, Field(ge=1, le=256)] = 4
+    """Threads that read and verify NVMe blocks. How many of them have a read in the drive at once is found by measuring."""
     write_ahead_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.25
     """Share of the secondary level that ``refresh`` keeps clean (also on NVMe), coldest first; 0: none."""
 
@@ -171,6 +173,10 @@ class TierConfig(BaseSettings):
     def nvme_scrub_bytes_per_second(self) -> float | None:
         return None if self.nvme_scrub_bandwidth is None else parse_rate(self.nvme_scrub_bandwidth, "nvme_scrub_bandwidth")
 
+    @property
+    def nvme_write_bytes_per_second(self) -> float | None:
+        return None if self.nvme_write_bandwidth is None else parse_rate(self.nvme_write_bandwidth, "nvme_write_bandwidth")
+
     def effective(self) -> list[tuple[str, str, str]]:
         """(key, value, source) of every key, in the order of this class: what an engine prints when it starts."""
         return [(key, str(getattr(self, key)), self._sources[key]) for key in type(self).model_fields
@@ -200,7 +206,7 @@ class TierConfig(BaseSettings):
             raise ConfigError(f'nvme_free_space_reserve={value!r}: must be a size in bytes, for example "1GiB"')
         return value
 
-    @field_validator("nvme_scrub_bandwidth", "prefetch_bandwidth", mode="before")
+    @field_validator("nvme_scrub_bandwidth", "nvme_write_bandwidth", "prefetch_bandwidth", mode="before")
     @classmethod
     def _check_bandwidth(cls, value: object, info: ValidationInfo) -> object:
         if value is not None:

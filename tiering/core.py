@@ -21,9 +21,11 @@ from typing import Final, Self
 import torch
 
 from kvtier.errors import ConfigError, CorruptBlock, KVTierError, RequestError, TransferError
+from kvtier.io.block_writer import RUN_BYTES
 from kvtier.io.device import Device, open_device
+from kvtier.io.drive_queue import DriveQueue
 from kvtier.io.manifest import collector_paused
-from kvtier.io.nvme_store import NvmeStore
+from kvtier.io.nvme_store import WRITE_THREADS, NvmeStore
 from kvtier.io.store_directory import occupied_bytes
 from kvtier.pools.group_pools import open_group_pools
 from kvtier.pools.host_memory import free_disk_bytes, host_memory
@@ -102,7 +104,9 @@ class TierCore:
                 self._debug = DebugPath(config.request_directory_root, self.pools, self.store, pin=device != "cpu")
                 undo.callback(self._debug.let_go)
             self.transfers = TransferManager(self._device, self.pools, self.store, faults=config.faults,
-                                             read_threads=config.read_threads, debug=self._debug, check_order=config.debug_checks)
+                                             read_threads=config.read_threads, staging_blocks=config.read_threads + 2,
+                                             staging_bytes=config.read_threads * RUN_BYTES, debug=self._debug,
+                                             check_order=config.debug_checks)
             undo.pop_all()
         if config.faults is not None:
             logger.warning("faults are injected into this cache (%s): %s. For trials only: blocks are really lost and files really deleted",
@@ -374,7 +378,8 @@ class TierCore:
         assert self.config.nvme_directory is not None
         geometries = [NvmeGeometry(group.block_bytes, count) for group, count in zip(self.layout.groups, sizes.nvme, strict=True)]
         store = NvmeStore.open(self.config.nvme_directory, self._namespace, geometries, faults=self.config.faults,
-                               free_space_reserve=self.config.nvme_free_space_reserve_bytes, sync=self.config.nvme_sync)
+                               free_space_reserve=self.config.nvme_free_space_reserve_bytes, sync=self.config.nvme_sync,
+                               drive=DriveQueue(self.config.read_threads, WRITE_THREADS, self.config.nvme_write_bytes_per_second))
         rows = [WarmRow(row.group, row.slot, row.key, row.priority, row.expiry, row.hits) for row in store.stored_blocks()]
         self._ledger.set_time(self._clock())
         self._ledger.adopt_store(rows, list(store.quarantined()))

@@ -277,7 +277,8 @@ class Prefetching(TierCore):
                     or len(self._reading) >= self._prefetch_depth or not self._budget.allows(now)):
                 break
             if not raise_to_secondary(ledger, stored, self._kept[stored.group].ids):
-                prefetch._to_read.clear()  # what lies behind is of no use without it
+                if not self._reading and not prefetch._rising:  # otherwise those may make room when they have arrived and gone on
+                    prefetch._to_read.clear()  # what lies behind is of no use without it
                 break
             self._began(stored, now)
             left -= 1

@@ -50,7 +50,7 @@ class TransferManager:
         store: the NVMe level; None without one.
         faults: injected into copies. The store has its own for files.
         read_threads: file reads at once.
-        staging_blocks: blocks per group that may be between file and slot at once.
+        staging_blocks, staging_bytes: what may be between file and slot at once, per group; of small blocks, so many bytes.
         debug: the way through files of a request's own; None without one. It is started and closed here.
         check_order: look at the order of all accesses a second time; LedgerError where nothing orders two of them.
 
@@ -59,8 +59,8 @@ class TransferManager:
     """
 
     def __init__(self, device: Device, pools: Sequence[GroupPools], store: BlockStore | None, *,
-                 faults: FaultPoint | None = None, read_threads: int = 2, staging_blocks: int = 4, debug: DebugPath | None = None,
-                 check_order: bool = False) -> None:
+                 faults: FaultPoint | None = None, read_threads: int = 2, staging_blocks: int = 4, staging_bytes: int = 0,
+                 debug: DebugPath | None = None, check_order: bool = False) -> None:
         if read_threads < 1 or staging_blocks < 1:
             raise ConfigError(f"read_threads={read_threads}, staging_blocks={staging_blocks}: both must be at least 1, "
                               "or nothing would ever be read from NVMe")
@@ -84,7 +84,7 @@ class TransferManager:
         self._files: FileWorkers | None = None
         with ExitStack() as undo:  # pinned memory and threads do not go away by themselves
             for size in self._block_bytes if store is not None else ():
-                self._staging.append(StagingPool(staging_blocks, size, pin=device.name != "cpu"))
+                self._staging.append(StagingPool(max(staging_blocks, staging_bytes // size), size, pin=device.name != "cpu"))
                 undo.callback(self._staging[-1].arena.close)
             self._copiers = [open_copiers(pool, self._staging[number].arena if self._staging else None, device.name)
                              for number, pool in enumerate(pools)]
@@ -199,6 +199,7 @@ class TransferManager:
                 self._finish(node)
             return
         self._sequence += 1
+        batch.plan()
         event = batch.stream.submit(batch.run, tuple(batch.after), lambda event: self._copies_over(batch, event))
         if self._check is not None:
             self._check.copies(batch, event)
@@ -274,7 +275,8 @@ class TransferManager:
 
     def _finish(self, node: TransferNode) -> None:
         """Report a node. Lock held. The result is in the queue before anybody who waits for the node can go on."""
-        self._hold_no_longer(node)
+        if node.dependents:
+            self._hold_no_longer(node)
         self._graph.finish(node)
         self._outstanding -= 1
         if node.move is not None:

@@ -279,3 +279,11 @@ def test_a_fault_nobody_knows_is_refused_with_the_nearest() -> None:
 def test_configuration_needs_no_torch() -> None:
     code = "import sys, kvtier.tiering.config, kvtier.pools.sizing; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_write_bandwidth_is_a_size_in_bytes_or_nothing() -> None:
+    assert TierConfig().nvme_write_bytes_per_second is None
+    assert TierConfig(nvme_write_bandwidth="1KiB/s").nvme_write_bytes_per_second == 1024.0
+    for wrong in ("10 blocks", "50%", "0GiB/s", "1GiB"):
+        with pytest.raises(ConfigError, match="nvme_write_bandwidth"):
+            TierConfig(nvme_write_bandwidth=wrong)

@@ -28,7 +28,7 @@ class Picture:
     def check(self, reused_in_place: set[tuple[int, int]]) -> None:
         """After a call that took blocks. ``reused_in_place``: group and id of those taken for their first tokens, whatever their turn."""
         gone = [priority for block, priority in self.cached if (block.node is None and (self.group, block.id) not in reused_in_place)
-                or (block.ref_count == 0 and level_of(block.index) != self.level)]
+                or (block.ref_count == 0 and level_of(block.index) > self.level)]  # one that rises takes no slot of this level
         kept = [priority for block, priority in self.cached if block.node is not None and self.is_free(block)]
         name = f"group {self.group}, level {self.level}"
         if gone:

@@ -21,6 +21,7 @@ class DraftingDriver(Driver):
 
     def make_ready(self, request_id: int, decide: Decide = never, num_tokens: int | None = None) -> bool:
         sequence = self.ledger.sequence(request_id)
+        self.tiers.settle_sequence(sequence, decide)
         has_lost = sequence.must_report
         is_ready = super().make_ready(request_id, decide, num_tokens)
         assert not (has_lost and is_ready and sequence.drafts is not None), f"request {request_id}: drafts that attended to what is lost"
