@@ -199,6 +199,7 @@ class Prefetching(TierCore):
     def close(self, timeout: float = 10) -> None:
         self._cancel_prefetches()
         super().close(timeout)
+        self._cancel_prefetches()  # one that another thread began meanwhile: nobody would ever end it
         self._prefetch_wake.set()  # the thread sees that the cache is closed
         thread = self._prefetch_thread
         if thread is not None and thread is not threading.current_thread():

@@ -37,7 +37,7 @@ class RequestRoot:
         """A request's directory as folder names below the root. It may be given relative to the root, or as an absolute path.
 
         Raises:
-            RequestError: outside of the root or not below it, ``..``, ``~`` or ``$``, a link on the way.
+            RequestError: outside of the root or not below it, ``..``, ``~`` or ``$``, a link on the way, a name that the system refuses.
         """
         name = f"directory={directory!r}"
         if not directory or "\0" in directory or directory.startswith("~") or "$" in directory:
@@ -52,12 +52,16 @@ class RequestRoot:
         if not path.parts:
             raise RequestError(f"{name}: is request_directory_root itself; name a folder below it")
         at = self.path
-        for part in path.parts:
-            at /= part
-            if at.is_symlink():
-                raise RequestError(f"{name}: {at} is a link, which might lead elsewhere; name a folder")
-            if at.exists() and not at.is_dir():
-                raise RequestError(f"{name}: {at} is no folder; name another one")
+        try:
+            os.fsencode(directory)
+            for part in path.parts:
+                at /= part
+                if at.is_symlink():
+                    raise RequestError(f"{name}: {at} is a link, which might lead elsewhere; name a folder")
+                if at.exists() and not at.is_dir():
+                    raise RequestError(f"{name}: {at} is no folder; name another one")
+        except (OSError, UnicodeEncodeError) as error:  # a name that is too long, or no text; a folder that may not be looked into
+            raise RequestError(f"{name}: cannot be looked up below {self.path} ({error}); name another folder") from error
         return path.parts
 
     def open(self, directory: str) -> int:

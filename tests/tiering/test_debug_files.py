@@ -201,7 +201,8 @@ def test_without_a_root_no_request_may_name_a_folder(make_cache: MakeCache) -> N
     assert cache.stats().sequences == 0
 
 
-@pytest.mark.parametrize("directory", ["..", "../other", "a/../../b", "/etc", "/", ".", "~/x", "$HOME/x", "a\0b", "${TMPDIR}"])
+@pytest.mark.parametrize("directory", ["..", "../other", "a/../../b", "/etc", "/", ".", "~/x", "$HOME/x", "a\0b", "${TMPDIR}",
+                                       "x" * 300, "a/" + "x" * 300, "\ud800"])
 def test_paths_that_lead_out_are_refused(make_cache: MakeCache, root: Path, directory: str) -> None:
     cache = make_cache(request_directory_root=root)
     with pytest.raises(RequestError, match="directory="):

@@ -12,6 +12,7 @@ from toy_engine import OTHER, PROMPT, MakeCache, ToyEngine, WarmCache, delays, f
 
 from kvtier import ConfigError, KVCacheManager, KVLayout, LayerSpec, Level, Request, RequestError, RetentionConfig, TokenRange
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
+from kvtier.tiering.core import TierCore
 from kvtier.tiering.prefetching import BURST_SECONDS, MOST_AT_ONCE, Budget, KeptBlocks, Prefetch, PrefetchState
 
 pytestmark = pytest.mark.usefixtures("no_failed_callbacks")
@@ -187,6 +188,20 @@ def test_closing_cancels(warm_cache: WarmCache) -> None:
     cache.close()
     assert prefetch.state is PrefetchState.CANCELLED
     assert not [thread for thread in threading.enumerate() if thread.name == "kvtier-prefetch" and thread is cache._prefetch_thread]
+
+
+def test_one_that_begins_while_the_cache_is_being_closed_ends_too(warm_cache: WarmCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = warm_cache(delays(FaultOperation.READ, 0.1))
+    close, begun = TierCore.close, []
+
+    def close_after_another_prefetch(core: TierCore, timeout: float = 10) -> None:
+        begun.append(cache.prefetch(PROMPT))
+        close(core, timeout)
+
+    monkeypatch.setattr(TierCore, "close", close_after_another_prefetch)
+    cache.close()
+    monkeypatch.undo()
+    assert begun[0].wait(5.0) is PrefetchState.CANCELLED
 
 
 # -- room ----------------------------------------------------------------------------------------------------------------
