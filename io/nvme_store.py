@@ -17,18 +17,18 @@ from types import TracebackType
 from typing import Final
 
 from kvtier.errors import CorruptBlock, TransferError
-from kvtier.io.block_writer import BlockWriter, rows_of, slots_per_run
+from kvtier.io.block_writer import slots_per_run
 from kvtier.io.direct_file import Buffer
 from kvtier.io.drive_queue import DriveQueue
 from kvtier.io.faults import Faults
 from kvtier.io.incident import Incident
-from kvtier.io.manifest import ManifestRow, Place, collector_paused
+from kvtier.io.manifest import Place, collector_paused
 from kvtier.io.quarantine import Quarantine
 from kvtier.io.slab import SlabFile
-from kvtier.io.store_arguments import StoreClosed, objection, runs_of_different_slots, unreadable_into
-from kvtier.io.store_directory import deleted
+from kvtier.io.store_arguments import StoreClosed, runs_of_different_slots, slab_of, unreadable_into
 from kvtier.io.store_messages import COUNTERS, BlockTarget, BlockWrite, NvmeStats, StoredBlock, is_direct
 from kvtier.io.store_open import OpenedStore, open_store
+from kvtier.io.store_writes import StoreWrites
 from kvtier.io.write_pause import WritePause
 from kvtier.pools.nvme_geometry import NvmeGeometry
 
@@ -37,9 +37,6 @@ __all__ = ["BlockWrite", "NvmeStats", "NvmeStore", "StoredBlock"]
 _log = logging.getLogger(__name__)
 _RELEASE_SECONDS: Final = 1.0
 """The least time that closing gives to the last commit, however little is left of the caller's."""
-
-WRITE_THREADS: Final = 2
-"""Runs of blocks written at once: a drive with a second one waiting has no gaps between them."""
 
 
 class NvmeStore:
@@ -56,12 +53,11 @@ class NvmeStore:
         self._drive = drive
         for slab in self._slabs:
             slab.file.queue = drive
-        self._writer = BlockWriter(self._slabs, WRITE_THREADS)
         self._manifest = opened.manifest
         self._quarantine = Quarantine(opened.manifest, clock)
-        self._sync = sync
         self._clock = clock
         self._pause = WritePause(str(opened.home.path), clock)
+        self._writes = StoreWrites(opened.home, self._slabs, opened.manifest, self._quarantine, self._pause, sync, clock)
         if opened.manifest.write_error is not None:
             self._pause.failed(f"The store was opened for reading: {opened.manifest.write_error}")
         self._bad_blocks = Incident(_log)
@@ -119,7 +115,7 @@ class NvmeStore:
         Raises:
             TransferError: the read failed; read each block on its own then, so that each gets its own answer.
         """
-        slab = self._slab_of(group, first_slot + len(outs) - 1)
+        slab = slab_of(self._slabs, group, first_slot + len(outs) - 1)
         with self._busy():
             try:
                 return slab.read_ahead(first_slot, outs)
@@ -199,7 +195,7 @@ class NvmeStore:
             try:
                 with self._busy():
                     for batch in runs_of_different_slots(items):
-                        self._write_batch(items, batch, errors)
+                        self._count(**self._writes.write_batch(items, batch, errors, self._take_hits))
             except StoreClosed as error:
                 errors = [error] * len(items)
         failed = sum(error is not None for error in errors)
@@ -355,7 +351,7 @@ class NvmeStore:
             _log.warning("%s: hit counts or quarantine could not be saved at close: %s", self._home.path, error)
         if not self._manifest.close(deadline - time.monotonic()):
             return
-        if not self._writer.close(max(deadline - time.monotonic(), 0.5)):  # idle: no call is active any more
+        if not self._writes.close(max(deadline - time.monotonic(), 0.5)):  # idle: no call is active any more
             return
         for slab in self._slabs:
             slab.file.close()
@@ -368,91 +364,8 @@ class NvmeStore:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(timeout=10.0)
 
-    def _write_batch(self, items: Sequence[BlockWrite], batch: Sequence[int], errors: list[Exception | None]) -> None:
-        """The three steps, in their order, for the items at these positions; fills ``errors`` at the same positions."""
-        for position in batch:
-            errors[position] = self._objection(items[position])
-        pending = [position for position in batch if errors[position] is None]
-        if not pending:
-            return
-        step = "write"
-        try:
-            self._require_files()
-            step = "delete the old rows"
-            self._quarantine.save()
-            self._manifest.delete((items[position].group, items[position].slot) for position in pending)
-            step = "write"
-            rows = self._write_data(items, pending, errors)
-            if not rows:
-                return
-            whole = len(rows) == len(pending)
-            pending = [position for position in pending if errors[position] is None]
-            if self._sync:
-                step = "make the blocks durable"
-                for group in {row.group for row in rows}:
-                    self._slabs[group].file.sync()
-            step = "commit the rows"
-            self._manifest.put(rows, self._take_hits())
-        except (OSError, TransferError) as error:
-            self._pause.failed(f"Could not {step}: {error}")
-            for position in pending:
-                errors[position] = TransferError(f"not stored: could not {step}: {error}")
-            return
-        self._count(written_blocks=len(rows), written_bytes=sum(row.length for row in rows),
-                    gds_written_blocks=sum(is_direct(items[position].data) for position in pending))
-        if whole:
-            self._pause.succeeded()
-
-    def _require_files(self) -> None:
-        """A deleted file still takes bytes, and they are gone at the next start: that must not look like storing.
-
-        Raises:
-            OSError: somebody deleted a slab or the whole directory.
-        """
-        self._home.require_present()
-        for slab in self._slabs:
-            if slab.file.is_deleted():
-                raise deleted(slab.file.path)
-
-    def _write_data(self, items: Sequence[BlockWrite], positions: Sequence[int], errors: list[Exception | None]) -> list[ManifestRow]:
-        """Write the blocks until one fails; what was not written gets an error. Returns the rows of what is complete."""
-        pending = [items[position] for position in positions]
-        outcome = self._writer.write(pending, self._clock())
-        failed = next((number for number, result in enumerate(outcome) if isinstance(result, Exception)), None)
-        if failed is not None:
-            self._pause.failed(f"Could not write group {pending[failed].group}, slot {pending[failed].slot}: {outcome[failed]}")
-        rows, failures = rows_of(pending, outcome)
-        for position, failure in zip(positions, failures, strict=True):
-            errors[position] = failure
-        return rows
-
-    def _objection(self, item: BlockWrite) -> TransferError | None:
-        """Why this item cannot be stored, if so."""
-        place = f"group {item.group}, slot {item.slot}: not stored: "
-        try:
-            geometry = self._slab_of(item.group, item.slot).geometry
-        except TransferError as error:
-            return error
-        reason = objection(item, geometry)
-        if reason is not None:
-            return TransferError(place + reason)
-        if self.is_quarantined(item.group, item.slot):
-            return TransferError(f"{place}the slot is quarantined")
-        remaining = self._pause.remaining()
-        if remaining > 0.0:
-            return TransferError(f"{place}after a failed write the store takes no blocks for another {remaining:.0f} s")
-        return None
-
-    def _slab_of(self, group: int, slot: int) -> SlabFile:
-        if not 0 <= group < len(self._slabs):
-            raise TransferError(f"group {group}: the store has groups 0..{len(self._slabs) - 1}")
-        slab = self._slabs[group]
-        if not 0 <= slot < slab.geometry.num_slots:
-            raise TransferError(f"group {group}, slot {slot}: the slab has {slab.geometry.num_slots} slots, counted from 0")
-        return slab
-
     def _readable_into(self, group: int, slot: int, out: BlockTarget) -> SlabFile:
-        slab = self._slab_of(group, slot)
+        slab = slab_of(self._slabs, group, slot)
         reason = unreadable_into(out, slab.geometry)
         if reason is not None:
             raise TransferError(f"group {group}, slot {slot}: cannot read into {reason}")

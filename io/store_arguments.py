@@ -9,12 +9,27 @@ import numpy as np
 
 from kvtier.errors import TransferError
 from kvtier.io.manifest_rows import Place
+from kvtier.io.slab import SlabFile
 from kvtier.io.store_messages import BlockTarget, BlockWrite
 from kvtier.pools.nvme_geometry import NvmeGeometry
 
 
 class StoreClosed(TransferError):
     """The store has been closed."""
+
+
+def slab_of(slabs: Sequence[SlabFile], group: int, slot: int) -> SlabFile:
+    """The slab that has this slot.
+
+    Raises:
+        TransferError: there is no such group or slot.
+    """
+    if not 0 <= group < len(slabs):
+        raise TransferError(f"group {group}: the store has groups 0..{len(slabs) - 1}")
+    slab = slabs[group]
+    if not 0 <= slot < slab.geometry.num_slots:
+        raise TransferError(f"group {group}, slot {slot}: the slab has {slab.geometry.num_slots} slots, counted from 0")
+    return slab
 
 
 def misfit(buffer: BlockTarget, geometry: NvmeGeometry) -> str | None:

@@ -25,8 +25,9 @@ from kvtier.io.block_writer import RUN_BYTES
 from kvtier.io.device import Device, open_device
 from kvtier.io.drive_queue import DriveQueue
 from kvtier.io.manifest import collector_paused
-from kvtier.io.nvme_store import WRITE_THREADS, NvmeStore
+from kvtier.io.nvme_store import NvmeStore
 from kvtier.io.store_directory import occupied_bytes
+from kvtier.io.store_writes import WRITE_THREADS
 from kvtier.pools.group_pools import open_group_pools
 from kvtier.pools.host_memory import free_disk_bytes, host_memory
 from kvtier.pools.layout import KVLayout

@@ -53,8 +53,10 @@ class RequestRoot:
             raise RequestError(f"{name}: is request_directory_root itself; name a folder below it")
         at = self.path
         try:
-            os.fsencode(directory)
+            longest = os.pathconf(self.path, "PC_NAME_MAX")
             for part in path.parts:
+                if len(os.fsencode(part)) > longest:
+                    raise RequestError(f"{name}: {part[:20]!r}... is longer than the {longest} bytes that a folder's name may have")
                 at /= part
                 if at.is_symlink():
                     raise RequestError(f"{name}: {at} is a link, which might lead elsewhere; name a folder")
