@@ -293,7 +293,7 @@ class BlockAllocator(FileLevel):
         spare = self.take(block.priority, 0.0)
         move = self._move(block, spare, 0, key)
         self._exchange(block, spare)
-        self.arriving[block.index] = move
+        self.expect(move)
         self._publish_level(block, level, PRIMARY)
         if block.extra is not None:
             self._requeue_nvme_backing(block)
@@ -306,7 +306,7 @@ class BlockAllocator(FileLevel):
 
     def copy(self, source: Block, target: Block, num_tokens: int) -> None:
         """Copy the first tokens of one handle's content into another's slot."""
-        self.arriving[target.index] = self._move(source, target, num_tokens, b"")
+        self.expect(self._move(source, target, num_tokens, b""))
         if self.unconfirmed.by_block:
             self.unconfirmed.copied(source, target)
 

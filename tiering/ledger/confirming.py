@@ -105,7 +105,7 @@ def _has_unconfirmed(state: LedgerState) -> bool:
 def _may_depend(state: LedgerState, sequence: ActiveSequence) -> bool:
     for row in sequence.rows:
         allocator = state.allocators[row.group]
-        if allocator.unconfirmed.by_move or (allocator.arriving and not row.is_settled):
+        if allocator.unconfirmed.by_move or ((allocator.arriving or allocator.overtaken) and not row.is_settled):
             return True
     return False
 
@@ -115,15 +115,17 @@ def _dependencies_of(state: LedgerState, sequence: ActiveSequence) -> Dependenci
     found: Dependencies = []
     for row in sequence.rows:
         geometry = state.geometries[row.group]
-        arriving = state.allocators[row.group].arriving
-        if arriving and geometry.kind != CROSS:
-            for position, block in enumerate(row.blocks):
-                if block.id >= 0:
-                    move = _move_into(arriving, block)
-                    if move is not None:
-                        found.append((position, move))
+        allocator = state.allocators[row.group]
+        arriving = allocator.arriving
+        if geometry.kind != CROSS:
+            if arriving:
+                for position, block in enumerate(row.blocks):
+                    if block.id >= 0:
+                        move = _move_into(arriving, block)
+                        if move is not None:
+                            found.append((position, move))
             for num_tokens, copy in row.state_copies:  # whatever stands where now, the state was that from there on
-                if arriving.get(copy.destination) is copy:
+                if allocator.is_pending(copy):
                     found.append((num_tokens // state.tokens_per_block, copy))
         found.extend(_unconfirmed_dependencies(state, row))
     return found

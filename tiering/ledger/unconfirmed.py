@@ -78,10 +78,14 @@ class UnconfirmedBlocks:
         return True
 
     def failed(self, number: int) -> list[Block]:
-        """A Move has failed. Returns the blocks that are lost with it, which wait for nothing any more."""
+        """A Move has failed. Returns the blocks that are lost with it, which wait for nothing any more.
+
+        A handle without content that nobody holds has been given up before; it may be the backing of another block by now.
+        """
         lost: list[Block] = []
         for unconfirmed in self.by_move.pop(number, []):
-            lost.extend([block for block in unconfirmed.blocks if self.by_block.get(block.id) is unconfirmed])
+            lost.extend([block for block in unconfirmed.blocks if self.by_block.get(block.id) is unconfirmed
+                         and (block.ref_count > 0 or block.has_content)])
             if unconfirmed.blocks:
                 self.give_up(unconfirmed)
         return lost

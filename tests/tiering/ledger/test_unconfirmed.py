@@ -17,6 +17,7 @@ from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.confirming import awaited_slots
 from kvtier.tiering.ledger.events import Removed
 from kvtier.tiering.ledger.group import FULL, RECURRENT, WINDOW, GroupSpec
+from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Move
 from kvtier.tiering.ledger.request import Request
@@ -225,6 +226,65 @@ def test_a_copy_made_after_the_sequence_was_ready_counts_as_well() -> None:
     assert [block.node is not None for block in blocks] == [True, False, False]
     run.ledger.release_lease(lease)
     run.ledger.remove_sequence(sequence.id, False)
+
+
+def test_a_forgotten_block_that_has_become_a_backing_is_not_lost_with_what_it_had_been_computed_from() -> None:
+    run = HandRun(8, 4, 4, write_ahead_share=0.0)
+    on_secondary(run, "a")
+    [other] = run.serve("z")
+    sequence = run.add("ab")
+    move = pending(run, SECONDARY, PRIMARY)
+    [_a, b] = stored(run, sequence, "ab")
+    run.driver.remove(sequence.id, True)
+    run.ledger.offload(b.id)
+    truncate(run.ledger, run.request("ab"), 4)
+    run.ledger.write_everything_out()
+    assert other.secondary_backing is b
+    run.tier.fetch()
+    for record in [waiting for waiting in run.tier.waiting if waiting is not move and isinstance(waiting, Move)]:
+        run.tier.carry_out(record, False)
+        run.ledger.finish(record, False)
+    dropped = run.dropped()
+    fails(run, move)
+    assert run.dropped() == dropped
+    assert other.secondary_backing is b
+    verify(run.ledger)
+
+
+def test_what_was_computed_from_a_state_is_lost_with_it_though_another_one_starts_in_its_slot() -> None:
+    """The first beam continues the second one; its own state, which has not arrived, is given up, and its slot is taken."""
+    ledger = Ledger([GroupSpec((24, 0, 0), FULL), GroupSpec((8, 0, 0), RECURRENT, snapshot_interval=4)], 4, LedgerRules(policy="lru"))
+
+    def moves() -> list[Move]:
+        return [record for record in ledger.moves.take() if isinstance(record, Move)]
+
+    prompt = list(range(1, 9))
+    ledger.add_sequences([Request(0, [*prompt, 99])])
+    ledger.mark_computed(0, 9)
+    ledger.remove_sequence(0, True)
+    for move in moves():
+        ledger.finish(move, False)
+    [sequence] = ledger.add_sequences([Request(1, [*prompt, *range(50, 63)], beam_width=2)])
+    assert sequence.prepopulated == 8
+    [copy] = moves()
+    ledger.mark_computed(1, 21)
+    ledger.append_step([1], [[5, 6]])
+    parted = moves()
+    ledger.reorder_beams(1, [1, 1])
+    ledger.add_sequences([Request(2, [*prompt, 70])])
+    [later] = moves()
+    assert later.destination == copy.destination
+    ledger.store_context(1)
+    blocks = sequence.blocks[2:5]
+    assert all(block.node is not None for block in blocks)
+    ledger.finish(copy, True)
+    assert all(block.node is None for block in blocks)
+    for move in [*parted, later]:
+        ledger.finish(move, False)
+    assert not any(allocator.overtaken or allocator.arriving for allocator in ledger.allocators)
+    for request_id in (1, 2):
+        ledger.remove_sequence(request_id, False)
+    verify(ledger)
 
 
 # -- random lives ----------------------------------------------------------------------------------------------------------
