@@ -94,6 +94,11 @@ def spread_row(name: str, unit: str, spread: Spread) -> ResultRow:
     return ResultRow(name, unit, spread.median, spread.low, spread.high)
 
 
+def noise_row(name: str, measured: Interleaved, again: str, limit: str) -> ResultRow:
+    """How far two measurements of the same thing differ, which no ratio is more exact than: ``again`` is the limit once more."""
+    return spread_row(name, "x", measured.speed_ratios(again, limit))
+
+
 class Report:
     """Collects what a benchmark found, shows it and writes it.
 

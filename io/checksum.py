@@ -33,8 +33,12 @@ def block_checksum(data: npt.NDArray[np.uint8], key: bytes, group: int, slot: in
     Returns:
         16 bytes.
     """
-    seed = xxhash.xxh3_64_intdigest(_PLACE.pack(group, slot) + key)
-    return xxhash.xxh3_128_digest(data.data, seed=seed)
+    return xxhash.xxh3_128_digest(data.data, seed=block_seed(key, group, slot))
+
+
+def block_seed(key: bytes, group: int, slot: int) -> int:
+    """Seed of a block's checksum, 64 bits: what it is and where it lies. Also for whoever computes it where the bytes are."""
+    return xxhash.xxh3_64_intdigest(_PLACE.pack(group, slot) + key)
 
 
 def page_checksum(page: npt.NDArray[np.uint8]) -> bytes:

@@ -1,7 +1,8 @@
 """Copiers, chosen from a (destination level, source level) table: whole and partial block copies between memories.
 
 The table has no entry for a file. What comes from NVMe is read and verified into staging memory first, so the entries
-with NVMe as their source copy from staging slots. A block of several sections (block scales, say) is copied row by row
+with NVMe as their source copy from staging slots; DIRECT stands for staging memory that files are read into, and written from,
+without the host. A block of several sections (block scales, say) is copied row by row
 between host memories, and section by section where one end is the primary pool.
 """
 
@@ -11,26 +12,28 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from kvtier.io.copy_runs import Run, check_slots, coalesce, rows_per_run
+from kvtier.errors import ConfigError
+from kvtier.io.copy_runs import check_slots
 from kvtier.io.cuda_copier import CudaCopier
+from kvtier.io.cuda_copier import Memory as AnyMemory
 from kvtier.io.cuda_stream import load_cuda
+from kvtier.io.layer_copier import BlockRows, LayerCopier, section_copier
+from kvtier.io.row_copier import Call, Numbers, RowCopier, Rows
 from kvtier.kernels.partial_copy import copy_partial_blocks
 from kvtier.pools.block_sections import BlockSection
+from kvtier.pools.device_arena import DeviceArena
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.layout import LayerGroup
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY
 from kvtier.pools.primary import TORCH_DTYPES, PrimaryPool, SectionPool
 
-Rows = npt.NDArray[np.uint8]
 Memory = PrimaryPool | HostArena
 
-GATHER_BYTES: Final = 64 << 20
-"""The most that one gathering call moves: large enough that handing the GIL back and forth does not count, small enough
-that a stream which is closed, or a slot that is waited for, does not wait for a gigabyte."""
+DIRECT: Final = 3
+"""Beside the levels in the table of copiers: staging memory of the direct way between device and NVMe."""
 
 
 class Copier(Protocol):
@@ -56,8 +59,8 @@ class HostCopier:
         self._num_sources = num_slots(source)
         self._num_destinations = num_slots(destination)
         self._tokens_per_block = group.tokens_per_block
-        by_section = [RowCopier(section_rows(source, section), section_rows(destination, section)) for section in group.sections]
-        self._whole = by_section
+        by_section = [section_copier(section_rows(source, section), section_rows(destination, section)) for section in group.sections]
+        self._whole: list[RowCopier | LayerCopier] = [*by_section]
         if isinstance(source, HostArena) and isinstance(destination, HostArena):
             # Between two arenas a block is one row, whatever it consists of.
             self._whole = [RowCopier(source.rows, destination.rows)]
@@ -69,87 +72,64 @@ class HostCopier:
         """Copy now, in the calling thread."""
         if not pairs:
             return
-        check_slots(pairs, self._num_sources, self._num_destinations)
+        sources, destinations = self._checked(pairs)
         copiers = self._whole
         if 0 < num_tokens < self._tokens_per_block:
             for destination, source in self._by_token:
                 copy_partial_blocks(destination, source, pairs, num_tokens)
             copiers = self._beside
         for copier in copiers:
-            copier.copy(pairs)
+            copier.copy(sources, destinations)
+
+    def plan(self, pairs: Sequence[tuple[int, int]]) -> list[Call]:
+        """The calls that ``copy(pairs)`` makes, for a thread that is to do nothing but copy. IndexError as of ``copy``."""
+        sources, destinations = self._checked(pairs)
+        return [call for copier in self._whole for call in copier.plan(sources, destinations)]
+
+    def _checked(self, pairs: Sequence[tuple[int, int]]) -> tuple[Numbers, Numbers]:
+        slots = np.array(pairs, np.intp)
+        sources, destinations = slots[:, 0], slots[:, 1]
+        if slots.min() < 0 or sources.max() >= self._num_sources or destinations.max() >= self._num_destinations:
+            check_slots(pairs, self._num_sources, self._num_destinations)  # names the first that is outside
+        return sources, destinations
 
 
-class RowCopier:
-    """Copies rows between two arrays of the host, uint8 ``[slots, bytes]``.
-
-    A copy that releases the GIL has to get it back after each call, which costs up to a switch interval (5 ms) beside a
-    busy Python thread. So the aim is few calls: one for each run of neighbours, one for many scattered sources whose
-    destinations are neighbours. Index assignment (``a[i] = b[j]``) holds the GIL and is never used.
-    """
-
-    def __init__(self, source: Rows, destination: Rows) -> None:
-        self._source = source
-        self._destination = destination
-        self._max_rows = rows_per_run(destination.shape[1])
-        self._gather_rows = max(1, GATHER_BYTES // destination.shape[1])
-        # np.take reads a strided source, writes a strided result and copes with overlap by an extra copy of everything.
-        self._can_gather = bool(source.flags.c_contiguous and destination.flags.c_contiguous
-                                and not np.may_share_memory(source, destination))
-
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy rows whose numbers have been checked."""
-        runs = coalesce(pairs, self._max_rows)
-        position = 0
-        while position < len(runs):
-            end = self._end_of_gather(runs, position)
-            if end - position > 1:
-                self._gather(runs[position:end])
-            else:
-                source, destination, length = runs[position]
-                np.copyto(self._destination[destination:destination + length], self._source[source:source + length])
-            position = end
-
-    def _end_of_gather(self, runs: list[Run], start: int) -> int:
-        """The end of the runs from ``start`` on whose destinations follow one another and that one call may carry."""
-        if not self._can_gather:
-            return start + 1
-        rows = runs[start].length
-        end = start + 1
-        while end < len(runs) and runs[end].destination == runs[end - 1].destination + runs[end - 1].length:
-            rows += runs[end].length
-            if rows > self._gather_rows:
-                break
-            end += 1
-        return end
-
-    def _gather(self, runs: list[Run]) -> None:
-        sources = np.concatenate([np.arange(run.source, run.source + run.length) for run in runs])
-        first = runs[0].destination
-        # mode="clip": with the default, the result is buffered and copied once more. The slots have been checked.
-        np.take(self._source, sources, axis=0, out=self._destination[first:first + len(sources)], mode="clip")
-
-
-def open_copiers(pools: GroupPools, staging: HostArena | None, device: str) -> dict[tuple[int, int], Copier]:
+def open_copiers(pools: GroupPools, staging: HostArena | None, device: str,
+                 direct: HostArena | DeviceArena | None = None) -> dict[tuple[int, int], Copier]:
     """The copiers of one group by (destination level, source level).
 
     Args:
         pools: memory of the group.
         staging: where blocks read from NVMe arrive; None without an NVMe level.
         device: a device's name, as ``Device.name`` gives it.
+        direct: staging memory of the direct way, on the device or (with device "cpu") the host; None without one.
+
+    Raises:
+        ConfigError: a layer-first pool on CUDA.
     """
-    memories: dict[int, Memory] = {PRIMARY: pools.primary}
+    memories: dict[int, AnyMemory] = {PRIMARY: pools.primary}
     if pools.secondary is not None:
         memories[SECONDARY] = pools.secondary
     pairs = [(destination, source) for destination in memories for source in memories]
     if staging is not None:
         pairs += [(destination, NVME) for destination in memories]
         memories[NVME] = staging
+    if direct is not None:
+        pairs += [(PRIMARY, DIRECT), (DIRECT, PRIMARY)]
+        memories[DIRECT] = direct
     if device == "cpu":
-        return {(destination, source): HostCopier(memories[source], memories[destination], pools.group)
+        return {(destination, source): HostCopier(_of_host(memories[source]), _of_host(memories[destination]), pools.group)
                 for destination, source in pairs}
+    if pools.primary.layer_first:
+        raise ConfigError(f"device={device!r}: copies to and from layer-first pools are made on the CPU only; use a block-first pool")
     cuda = load_cuda()
     return {(destination, source): CudaCopier(cuda, memories[source], memories[destination], pools.group)
             for destination, source in pairs}
+
+
+def _of_host(memory: AnyMemory) -> Memory:
+    assert not isinstance(memory, DeviceArena), "on the CPU there is no device memory"
+    return memory
 
 
 def num_slots(memory: Memory) -> int:
@@ -170,19 +150,18 @@ def typed_blocks(memory: Memory, group: LayerGroup) -> torch.Tensor:
     return section_blocks(memory, group.sections[0])
 
 
-def section_rows(memory: Memory, section: BlockSection) -> Rows:
-    """One section of all blocks, uint8 ``[slots, section bytes]``; the primary pool has to be on the CPU."""
+def section_rows(memory: Memory, section: BlockSection) -> BlockRows:
+    """One section of all blocks; the primary pool has to be on the CPU."""
     if isinstance(memory, HostArena):
-        return memory.rows[:, section.offset:section.offset + section.num_bytes]
-    rows: Rows = _of(memory, section).rows.numpy()
-    return rows
+        return BlockRows(memory.rows[:, section.offset:section.offset + section.num_bytes])
+    return BlockRows(_of(memory, section).rows.numpy(), section.shape[0] if memory.layer_first else 0)
 
 
 def section_blocks(memory: Memory, section: BlockSection) -> torch.Tensor:
     """One section of all blocks, ``[slots, *section.shape]`` in the section's dtype."""
     if isinstance(memory, PrimaryPool):
         return _of(memory, section).tensor
-    rows = torch.from_numpy(section_rows(memory, section)).view(TORCH_DTYPES[section.dtype])
+    rows = torch.from_numpy(section_rows(memory, section).rows).view(TORCH_DTYPES[section.dtype])
     return rows.view(memory.num_slots, *section.shape)
 
 

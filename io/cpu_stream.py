@@ -1,9 +1,14 @@
-"""``CpuStream``: a stream on the CPU, one worker thread that takes work from a queue."""
+"""``CpuStream``: a stream on the CPU, one worker thread that takes work from a queue.
+
+A copy releases the GIL, so what is to be done in Python after one copy can be done while the next one runs: a second thread
+calls back when there is a next one. Small blocks need it: their bookkeeping takes a good part of the time of their copy.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Final
@@ -67,9 +72,9 @@ _Item = tuple[Callable[[], None], Sequence[Event], CpuEvent, Callable[[Event], N
 
 
 class CpuStream:
-    """One worker thread that carries out work in submission order.
+    """One worker thread that carries out work in submission order, and one that reports it while the worker is busy.
 
-    The thread is a daemon: work that hangs in the kernel must not keep the process from ending.
+    The threads are daemons: work that hangs in the kernel must not keep the process from ending.
     """
 
     def __init__(self, name: str) -> None:
@@ -78,6 +83,10 @@ class CpuStream:
         self._lock = threading.Lock()
         self._closed = False
         self._given_up = False
+        self._over: SimpleQueue[tuple[Callable[[Event], None], Event] | None] = SimpleQueue()
+        self._num_handed_over = 0  # written by the worker only
+        self._num_reported = 0  # written by the reporter only
+        self._reporter: threading.Thread | None = None  # until it is needed
         self._thread = threading.Thread(target=self._run, name=f"kvtier-{name}", daemon=True)
         self._thread.start()
 
@@ -93,11 +102,14 @@ class CpuStream:
         return event
 
     def synchronize(self, timeout: float | None = None) -> bool:
-        """Wait for everything submitted so far; False when time ran out."""
-        return self.submit(_nothing).wait(timeout)
+        """Wait for everything submitted so far, its completion callbacks included; False when time ran out."""
+        reported = CpuEvent()
+        self.submit(_nothing, done=lambda _event: reported.finish())
+        return reported.wait(timeout)
 
     def close(self, timeout: float) -> bool:
-        """Finish what is queued and end the thread; False when that took more than ``timeout`` seconds."""
+        """Finish what is queued and end the threads; False when that took more than ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -106,6 +118,9 @@ class CpuStream:
         if self._thread.is_alive():
             self._given_up = True
             return False
+        if self._reporter is not None:
+            self._reporter.join(max(deadline - time.monotonic(), 0.0))
+            return not self._reporter.is_alive()
         return True
 
     def _run(self) -> None:
@@ -122,12 +137,34 @@ class CpuStream:
                 error = caught
             event.finish(error)
             if done is not None:
-                try:
-                    done(event)
-                except Exception:
-                    _log.exception("stream %s: the completion callback failed", self.name)
+                self._report(done, event)
             # An idle worker must not keep the last batch and what it refers to alive.
             del item, work, after, event, done, error
+        if self._reporter is not None:
+            self._over.put(None)
+
+    def _report(self, done: Callable[[Event], None], event: Event) -> None:
+        """Call back, in submission order: here when nothing else waits, otherwise beside the next work."""
+        if self._queue.empty() and self._num_handed_over == self._num_reported:
+            self._call(done, event)
+            return
+        if self._reporter is None:
+            self._reporter = threading.Thread(target=self._run_reporter, name=f"kvtier-{self.name}-report", daemon=True)
+            self._reporter.start()
+        self._num_handed_over += 1
+        self._over.put((done, event))
+
+    def _run_reporter(self) -> None:
+        while (item := self._over.get()) is not None:
+            self._call(*item)
+            del item
+            self._num_reported += 1
+
+    def _call(self, done: Callable[[Event], None], event: Event) -> None:
+        try:
+            done(event)
+        except Exception:
+            _log.exception("stream %s: the completion callback failed", self.name)
 
     def _wait_for(self, earlier: Event) -> None:
         while not earlier.wait(_PATIENCE):

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from kvtier.io.copy_runs import check_slots, coalesce, rows_per_run
 from kvtier.io.cuda_stream import CudaModule, current_handle
 from kvtier.pools.block_sections import BlockSection
+from kvtier.pools.device_arena import DeviceArena
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.layout import LayerGroup
 from kvtier.pools.primary import PrimaryPool
+
+Memory = PrimaryPool | HostArena | DeviceArena
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,13 @@ class CudaMemory:
     @classmethod
     def of_rows(cls, arena: HostArena) -> CudaMemory:
         """Whole slots of a host arena."""
-        return cls(arena.rows.ctypes.data, arena.stride, arena.num_slots, arena.slots_per_piece)
+        return cls(arena.address, arena.stride, arena.num_slots, arena.slots_per_piece)
 
     @classmethod
-    def of_section(cls, memory: PrimaryPool | HostArena, number: int, section: BlockSection) -> CudaMemory:
+    def of_section(cls, memory: Memory, number: int, section: BlockSection) -> CudaMemory:
         """The section with this number in all slots of a memory."""
-        if isinstance(memory, HostArena):
-            return cls(memory.rows.ctypes.data + section.offset, memory.stride, memory.num_slots, memory.slots_per_piece)
+        if not isinstance(memory, PrimaryPool):
+            return cls(memory.address + section.offset, memory.stride, memory.num_slots, memory.slots_per_piece)
         rows = memory.sections[number].rows
         return cls(rows.data_ptr(), section.num_bytes, memory.num_blocks, 0)
 
@@ -46,8 +49,7 @@ class CudaMemory:
 class CudaCopier:
     """Copies blocks of one group between two memories: section by section, or row by row where both ends are host memory."""
 
-    def __init__(self, cuda: CudaModule, source: PrimaryPool | HostArena, destination: PrimaryPool | HostArena,
-                 group: LayerGroup) -> None:
+    def __init__(self, cuda: CudaModule, source: Memory, destination: Memory, group: LayerGroup) -> None:
         self._tokens_per_block = group.tokens_per_block
         self._sections = [(section, CudaRowCopier(cuda, CudaMemory.of_section(source, number, section),
                                                   CudaMemory.of_section(destination, number, section), section.num_bytes))

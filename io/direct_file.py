@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import TransferError
+from kvtier.io.drive_queue import DriveQueue
 from kvtier.pools.nvme_geometry import PAGE_BYTES
 
 Buffer: TypeAlias = npt.NDArray[np.uint8]
@@ -105,6 +106,7 @@ class DirectFile:
         direct: ask for O_DIRECT; ``False`` goes through the page cache from the start.
 
     Attributes:
+        queue: whose turns reads and writes take; None for as many as come.
         direct: True while direct I/O is in use; becomes False, with one warning in the log, when the mount refuses it.
 
     Raises:
@@ -114,6 +116,7 @@ class DirectFile:
     def __init__(self, path: Path, *, create: bool = False, direct: bool = True) -> None:
         self.path = path
         self.direct = direct
+        self.queue: DriveQueue | None = None
         self._lock = threading.Lock()
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         if direct:
@@ -136,10 +139,10 @@ class DirectFile:
         """
         wanted = self._check(offset, buffers)
         if not self.direct or all(map(is_aligned, buffers)):
-            self._move(os.preadv, "read", offset, buffers, wanted)
+            self._read(offset, buffers, wanted)
             return
         bounce = _bounce.take(_whole_pages(wanted))
-        self._move(os.preadv, "read", offset, [bounce], wanted)
+        self._read(offset, [bounce], wanted)
         start = 0
         for buffer in buffers:
             np.copyto(buffer, bounce[start:start + buffer.nbytes])
@@ -154,7 +157,7 @@ class DirectFile:
         """
         wanted = self._check(offset, buffers)
         if not self.direct or all(map(is_aligned, buffers)):
-            self._move(os.pwritev, "write", offset, buffers, wanted)
+            self._write(offset, buffers, wanted)
             return
         bounce = _bounce.take(_whole_pages(wanted))
         start = 0
@@ -162,7 +165,7 @@ class DirectFile:
             np.copyto(bounce[start:start + buffer.nbytes], buffer)
             start += buffer.nbytes
         bounce[start:] = 0
-        self._move(os.pwritev, "write", offset, [bounce], wanted)
+        self._write(offset, [bounce], wanted)
 
     def size(self) -> int:
         """Bytes of the file now."""
@@ -206,6 +209,14 @@ class DirectFile:
     def _check(self, offset: int, buffers: Sequence[Buffer]) -> int:
         assert offset % PAGE_BYTES == 0, f"offset {offset} is not a multiple of {PAGE_BYTES}"
         return sum(buffer.nbytes for buffer in buffers)
+
+    def _read(self, offset: int, buffers: Sequence[Buffer], wanted: int) -> None:
+        with self.queue.reading(wanted) if self.queue is not None else contextlib.nullcontext():
+            self._move(os.preadv, "read", offset, buffers, wanted)
+
+    def _write(self, offset: int, buffers: Sequence[Buffer], wanted: int) -> None:
+        with self.queue.writing(wanted) if self.queue is not None else contextlib.nullcontext():
+            self._move(os.pwritev, "write", offset, buffers, wanted)
 
     def _move(self, call: _VectoredCall, verb: str, offset: int, buffers: Sequence[Buffer], wanted: int) -> None:
         """Repeat a vectored call until ``wanted`` bytes have travelled: the kernel may move fewer (2 GiB at most)."""

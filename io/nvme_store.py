@@ -17,15 +17,17 @@ from types import TracebackType
 from typing import Final
 
 from kvtier.errors import CorruptBlock, TransferError
+from kvtier.io.block_writer import BlockWriter, rows_of, slots_per_run
 from kvtier.io.direct_file import Buffer
+from kvtier.io.drive_queue import DriveQueue
 from kvtier.io.faults import Faults
 from kvtier.io.incident import Incident
 from kvtier.io.manifest import ManifestRow, Place, collector_paused
 from kvtier.io.quarantine import Quarantine
 from kvtier.io.slab import SlabFile
-from kvtier.io.store_arguments import misfit, objection, runs_of_different_slots
+from kvtier.io.store_arguments import StoreClosed, objection, runs_of_different_slots, unreadable_into
 from kvtier.io.store_directory import deleted
-from kvtier.io.store_messages import BlockWrite, NvmeStats, StoredBlock
+from kvtier.io.store_messages import COUNTERS, BlockTarget, BlockWrite, NvmeStats, StoredBlock, is_direct
 from kvtier.io.store_open import OpenedStore, open_store
 from kvtier.io.write_pause import WritePause
 from kvtier.pools.nvme_geometry import NvmeGeometry
@@ -36,6 +38,9 @@ _log = logging.getLogger(__name__)
 _RELEASE_SECONDS: Final = 1.0
 """The least time that closing gives to the last commit, however little is left of the caller's."""
 
+WRITE_THREADS: Final = 2
+"""Runs of blocks written at once: a drive with a second one waiting has no gaps between them."""
+
 
 class NvmeStore:
     """The NVMe level of all groups. Make one with :meth:`open`.
@@ -44,10 +49,13 @@ class NvmeStore:
     wait for each other). The caller sees to it that a slot is not read while it is written.
     """
 
-    def __init__(self, opened: OpenedStore, sync: bool, clock: Callable[[], float]) -> None:
+    def __init__(self, opened: OpenedStore, sync: bool, clock: Callable[[], float], drive: DriveQueue | None = None) -> None:
         self._opened = opened
         self._home = opened.home
         self._slabs = opened.slabs
+        for slab in self._slabs:
+            slab.file.queue = drive
+        self._writer = BlockWriter(self._slabs, WRITE_THREADS)
         self._manifest = opened.manifest
         self._quarantine = Quarantine(opened.manifest, clock)
         self._sync = sync
@@ -64,12 +72,12 @@ class NvmeStore:
         self._active = 0
         self._closed = False
         self._hits: dict[Place, int] = {}
-        self._counts = dict.fromkeys(("read_blocks", "read_bytes", "written_blocks", "written_bytes", "read_errors",
-                                      "checksum_failures", "write_errors"), 0)
+        self._counts = dict.fromkeys(COUNTERS, 0)
 
     @classmethod
     def open(cls, directory: str | Path, namespace: str, geometries: Sequence[NvmeGeometry], *, faults: Faults | None = None,
-             free_space_reserve: int | None = None, sync: bool = False, clock: Callable[[], float] = time.time) -> NvmeStore:
+             free_space_reserve: int | None = None, sync: bool = False, clock: Callable[[], float] = time.time,
+             drive: DriveQueue | None = None) -> NvmeStore:
         """Open a directory, making it when it is missing or empty, and verify its manifest.
 
         More slots than before extend the slabs; with fewer, the blocks beyond the new end are dropped, aloud. A damaged
@@ -84,6 +92,7 @@ class NvmeStore:
             sync: make each commit, and the blocks before it, survive a loss of power. Without it a loss of power may cost
                 the latest blocks and send some of the latest slots to the quarantine; a crash of the process costs neither.
             clock: wall-clock seconds.
+            drive: the turns that reads and writes of blocks take; None for as many at once as there are threads that ask.
 
         Raises:
             ConfigError: the directory cannot be written, is in use, is not ours, belongs to another model or layout, or has
@@ -91,15 +100,39 @@ class NvmeStore:
         """
         opened = open_store(directory, namespace, geometries, faults=faults, free_space_reserve=free_space_reserve, sync=sync)
         opened.manifest.faults = faults
-        return cls(opened, sync, clock)
+        return cls(opened, sync, clock, drive)
 
-    def read_block(self, group: int, slot: int, key: bytes, out: Buffer) -> None:
+    def most_ahead(self, group: int) -> int:
+        """How many neighbouring slots :meth:`read_ahead` may take at once; 1 where it is not worth while."""
+        return slots_per_run(self._slabs[group])
+
+    def read_ahead(self, group: int, first_slot: int, outs: Sequence[Buffer]) -> list[Buffer]:
+        """Read neighbouring slots with one call, without looking at what they hold.
+
+        Args:
+            group, first_slot, outs: where from, and for each slot uint8 [payload_bytes], contiguous.
+
+        Returns:
+            for each slot what :meth:`read_block` wants as ``arrived``.
+
+        Raises:
+            TransferError: the read failed; read each block on its own then, so that each gets its own answer.
+        """
+        slab = self._slab_of(group, first_slot + len(outs) - 1)
+        with self._busy():
+            try:
+                return slab.read_ahead(first_slot, outs)
+            except OSError as error:
+                raise TransferError(f"group {group}, {len(outs)} slots from {first_slot} on: {error}") from error
+
+    def read_block(self, group: int, slot: int, key: bytes, out: BlockTarget, arrived: Buffer | None = None) -> None:
         """Read one block and verify magic, version, namespace, place, key, length and checksum.
 
         Args:
             group, slot, key: which block, and what it must be.
-            out: uint8 [block_bytes] or [payload_bytes], contiguous; read in place when it is aligned. Garbage unless the
-                call returns.
+            out: uint8 [block_bytes] or [payload_bytes], contiguous; read in place when it is aligned; or a direct row. Garbage
+                unless the call returns.
+            arrived: of :meth:`read_ahead`, when it has read the block into ``out``: then it is only verified.
 
         Raises:
             CorruptBlock: it does not verify; names group, slot and what differed. The caller must call ``quarantine``.
@@ -110,7 +143,10 @@ class NvmeStore:
         with self._busy():
             self._require_stored(group, slot, key)
             try:
-                slab.read(slot, key, out)
+                if arrived is None:
+                    slab.read(slot, key, out)
+                else:
+                    slab.verify(slot, key, out, arrived)
                 self._require_stored(group, slot, key)  # a block that a reset or a discard overtook is not served
             except CorruptBlock:
                 self._require_stored(group, slot, key)  # and its slot, perhaps in new use already, is not corrupt
@@ -121,7 +157,7 @@ class NvmeStore:
                 raise TransferError(f"group {group}, slot {slot}: read failed: {error}") from error
             with self._gate:
                 self._hits[group, slot] = self._hits.get((group, slot), 0) + 1
-            self._count(read_blocks=1, read_bytes=slab.geometry.block_bytes)
+            self._count(read_blocks=1, read_bytes=slab.geometry.block_bytes, gds_read_blocks=is_direct(out))
 
     def why_bad(self, group: int, slot: int, key: bytes, out: Buffer) -> str | None:
         """Read one block only to verify it; that is no hit.
@@ -163,7 +199,7 @@ class NvmeStore:
                 with self._busy():
                     for batch in runs_of_different_slots(items):
                         self._write_batch(items, batch, errors)
-            except _Closed as error:
+            except StoreClosed as error:
                 errors = [error] * len(items)
         failed = sum(error is not None for error in errors)
         if failed:
@@ -258,6 +294,10 @@ class NvmeStore:
         """False for a while after the drive refused a write (30 s, doubling up to 10 minutes), and once closed."""
         return not self._closed and self._pause.allows_writes
 
+    def slabs(self) -> list[tuple[Path, NvmeGeometry]]:
+        """Files and shapes by group, for whoever moves blocks by another way."""
+        return [(slab.file.path, slab.geometry) for slab in self._slabs]
+
     @property
     def directory(self) -> Path:
         """Where the store lies."""
@@ -273,9 +313,9 @@ class NvmeStore:
         with self._gate:
             counts = dict(self._counts)
         blocks, quarantined = self._quarantine.counts()
-        return NvmeStats(stored_blocks=blocks, quarantined_slots=quarantined, write_pauses=self._pause.pauses,
-                         dropped_rows=self._opened.dropped_rows, recovered_rows=self._opened.recovered_rows, rebuilt=self._opened.rebuilt,
-                         direct=all(slab.file.direct for slab in self._slabs), **counts)
+        return NvmeStats(stored_blocks=blocks, quarantined_slots=quarantined, write_pauses=self._pause.pauses, rebuilt=self._opened.rebuilt,
+                         dropped_rows=self._opened.dropped_rows, recovered_rows=self._opened.recovered_rows, **counts,
+                         direct=all(slab.file.direct for slab in self._slabs), gds_detours=sum(slab.detours for slab in self._slabs))
 
     def close(self, timeout: float) -> bool:
         """Let running calls finish, save hit counts, close all files, give up the lock. New calls fail at once. Idempotent.
@@ -307,6 +347,8 @@ class NvmeStore:
         except TransferError as error:
             _log.warning("%s: hit counts or quarantine could not be saved at close: %s", self._home.path, error)
         if not self._manifest.close(deadline - time.monotonic()):
+            return
+        if not self._writer.close(max(deadline - time.monotonic(), 0.5)):  # idle: no call is active any more
             return
         for slab in self._slabs:
             slab.file.close()
@@ -349,7 +391,8 @@ class NvmeStore:
             for position in pending:
                 errors[position] = TransferError(f"not stored: could not {step}: {error}")
             return
-        self._count(written_blocks=len(rows), written_bytes=sum(row.length for row in rows))
+        self._count(written_blocks=len(rows), written_bytes=sum(row.length for row in rows),
+                    gds_written_blocks=sum(is_direct(items[position].data) for position in pending))
         if whole:
             self._pause.succeeded()
 
@@ -365,22 +408,15 @@ class NvmeStore:
                 raise deleted(slab.file.path)
 
     def _write_data(self, items: Sequence[BlockWrite], positions: Sequence[int], errors: list[Exception | None]) -> list[ManifestRow]:
-        """Write the blocks until one fails; that one and the rest get errors. Returns the rows of what is complete."""
-        rows: list[ManifestRow] = []
-        now = self._clock()
-        for number, position in enumerate(positions):
-            item = items[position]
-            expiry = float(item.expiry) + 0.0  # SQLite does not keep the sign of -0.0, and the row's digest would differ
-            try:
-                header = self._slabs[item.group].write(item.slot, item.key, item.data, item.priority, expiry, now)
-            except (OSError, TransferError) as error:
-                self._pause.failed(f"Could not write group {item.group}, slot {item.slot}: {error}")
-                errors[position] = TransferError(f"group {item.group}, slot {item.slot}: not stored: {error}")
-                for later in positions[number + 1:]:
-                    errors[later] = TransferError(f"group {items[later].group}, slot {items[later].slot}: not stored: an earlier "
-                                                  f"write of the batch failed ({error})")
-                break
-            rows.append(ManifestRow(item.group, item.slot, item.key, header.length, header.checksum, item.priority, expiry, 0))
+        """Write the blocks until one fails; what was not written gets an error. Returns the rows of what is complete."""
+        pending = [items[position] for position in positions]
+        outcome = self._writer.write(pending, self._clock())
+        failed = next((number for number, result in enumerate(outcome) if isinstance(result, Exception)), None)
+        if failed is not None:
+            self._pause.failed(f"Could not write group {pending[failed].group}, slot {pending[failed].slot}: {outcome[failed]}")
+        rows, failures = rows_of(pending, outcome)
+        for position, failure in zip(positions, failures, strict=True):
+            errors[position] = failure
         return rows
 
     def _objection(self, item: BlockWrite) -> TransferError | None:
@@ -408,9 +444,9 @@ class NvmeStore:
             raise TransferError(f"group {group}, slot {slot}: the slab has {slab.geometry.num_slots} slots, counted from 0")
         return slab
 
-    def _readable_into(self, group: int, slot: int, out: Buffer) -> SlabFile:
+    def _readable_into(self, group: int, slot: int, out: BlockTarget) -> SlabFile:
         slab = self._slab_of(group, slot)
-        reason = misfit(out, slab.geometry) or (None if out.flags.writeable else f"{out.dtype} {list(out.shape)} that is read-only")
+        reason = unreadable_into(out, slab.geometry)
         if reason is not None:
             raise TransferError(f"group {group}, slot {slot}: cannot read into {reason}")
         return slab
@@ -444,7 +480,7 @@ class NvmeStore:
         """Around everything that uses files, so that ``close`` can wait for it."""
         with self._gate:
             if self._closed:
-                raise _Closed(f"the store in {self._home.path} is closed")
+                raise StoreClosed(f"the store in {self._home.path} is closed")
             self._active += 1
         try:
             yield
@@ -452,7 +488,3 @@ class NvmeStore:
             with self._gate:
                 self._active -= 1
                 self._gate.notify_all()
-
-
-class _Closed(TransferError):
-    """The store has been closed."""

@@ -7,21 +7,25 @@ another model or from before a reset all end as ``CorruptBlock``.
 
 from __future__ import annotations
 
+import logging
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from kvtier.errors import ConfigError, CorruptBlock
+from kvtier.errors import ConfigError, CorruptBlock, TransferError
 from kvtier.io.checksum import ALGORITHM, CHECKSUM_BYTES, block_checksum, page_checksum
 from kvtier.io.direct_file import Buffer, DirectFile, aligned_buffer
+from kvtier.io.direct_row import DirectRow
 from kvtier.io.faults import Faults
 from kvtier.io.faulty_file import FaultyFile
 from kvtier.pools.nvme_geometry import HEADER_BYTES, NvmeGeometry
+
+_log = logging.getLogger(__name__)
 
 MAGIC: Final = b"KVTSLOT\0"
 FORMAT_VERSION: Final = 1
@@ -109,6 +113,12 @@ class SlabFile:
         self.file = (DirectFile(path, create=True, direct=direct) if faults is None
                      else FaultyFile(path, geometry, faults, direct=direct))
         self._headers = _HeaderPages()
+        self._has_faults = faults is not None
+        self._detours_lock = threading.Lock()
+        self.detours = 0
+        """Blocks of direct rows that KvikIO refused and that went through the host instead."""
+        self.one_by_one = faults is not None
+        """Whether each block needs a call of its own: failures are injected into calls."""
 
     def require_size(self, num_slots: int) -> None:
         """Check that the file is long enough for ``num_slots`` slots.
@@ -121,52 +131,150 @@ class SlabFile:
             raise ConfigError(f"{self.file.path} has {size} bytes but its {num_slots} slots need {expected}: the file was truncated. "
                               f"Restore it, or delete it to start this group empty")
 
-    def write(self, slot: int, key: bytes, data: Buffer, priority: int, expiry: float, written: float) -> SlotHeader:
-        """Write header and block with one vectored call and return the header. Nobody may change ``data`` meanwhile.
+    def write(self, slot: int, key: bytes, data: Buffer | DirectRow, priority: int, expiry: float, written: float) -> SlotHeader:
+        """Write header and block with one vectored call (a direct row and its header with two) and return the header. Nobody may change
+        ``data`` meanwhile.
 
         Args:
             slot: where to; nobody may be reading it and no manifest row may point at it.
             key: chain key, 32 bytes.
-            data: uint8 [block_bytes], or [payload_bytes] with padding behind the block (an aligned row travels in place).
+            data: uint8 [block_bytes], or [payload_bytes] with padding behind the block (an aligned row travels in place); or a direct row.
             priority, expiry, written: see :class:`SlotHeader`.
 
         Raises:
             OSError, TransferError: as :meth:`DirectFile.write`; the slot's content is undefined then.
         """
         geometry = self.geometry
-        checksum = block_checksum(data[:geometry.block_bytes], key, self.group, slot)
-        header = SlotHeader(self.group, slot, key, geometry.block_bytes, self.namespace_digest, checksum, priority, expiry, written)
+        if not isinstance(data, np.ndarray):
+            if self._has_faults:  # they happen in the host's calls
+                return self.write(slot, key, data.to_host(), priority, expiry, written)
+            return self._write_row(slot, key, data, priority, expiry, written)
         page = self._headers.page
-        header.pack_into(page)
+        header = self.seal(page, slot, key, data, priority, expiry, written)
         self.file.write(geometry.offset(slot), [page, data])
         return header
 
-    def read(self, slot: int, key: bytes, out: Buffer) -> None:
+    def seal(self, page: Buffer, slot: int, key: bytes, data: Buffer, priority: int, expiry: float, written: float) -> SlotHeader:
+        """Fill ``page``, uint8 [4096], with the header that goes in front of ``data``; arguments as of :meth:`write`."""
+        block_bytes = self.geometry.block_bytes
+        checksum = block_checksum(data[:block_bytes], key, self.group, slot)
+        header = SlotHeader(self.group, slot, key, block_bytes, self.namespace_digest, checksum, priority, expiry, written)
+        header.pack_into(page)
+        return header
+
+    def read_ahead(self, first_slot: int, outs: Sequence[Buffer]) -> list[Buffer]:
+        """Read neighbouring slots with one vectored call, to be verified by :meth:`verify`.
+
+        Args:
+            first_slot: of the blocks.
+            outs: for each slot uint8 [payload_bytes].
+
+        Returns:
+            the slots' header pages.
+
+        Raises:
+            TransferError, OSError: as :meth:`read`; nothing is known of any of the blocks then.
+        """
+        memory = aligned_buffer(len(outs) * HEADER_BYTES)
+        pages = [memory[start:start + HEADER_BYTES] for start in range(0, memory.nbytes, HEADER_BYTES)]
+        self.file.read(self.geometry.offset(first_slot), [buffer for pair in zip(pages, outs, strict=True) for buffer in pair])
+        return pages
+
+    def read(self, slot: int, key: bytes, out: Buffer | DirectRow) -> None:
         """Read and verify one block.
 
         Args:
             slot: where from.
             key: chain key that the slot must hold, 32 bytes.
-            out: uint8 [block_bytes], or [payload_bytes] to read in place; garbage unless the call returns.
+            out: uint8 [block_bytes], or [payload_bytes] to read in place; or a direct row. Garbage unless the call returns.
 
         Raises:
             CorruptBlock: names group, slot and what differed.
             TransferError: the file ends inside the slot.
             OSError: the system could not read.
         """
-        geometry = self.geometry
+        if not isinstance(out, np.ndarray):
+            self._read_row(slot, key, out)
+            return
         namespace_digest = self.namespace_digest
         page = self._headers.page
-        self.file.read(geometry.offset(slot), [page, out])
-        block = out[:geometry.block_bytes]
+        self.file.read(self.geometry.offset(slot), [page, out])
+        self._verify(page, slot, namespace_digest, key, out)
+
+    def verify(self, slot: int, key: bytes, out: Buffer | DirectRow, page: Buffer) -> None:
+        """Verify one block that :meth:`read_ahead` has read. CorruptBlock as of :meth:`read`.
+
+        Args:
+            slot, key, out: as of :meth:`read`.
+            page: the slot's header page.
+        """
+        assert isinstance(out, np.ndarray), "only host memory is read ahead"
+        self._verify(page, slot, self.namespace_digest, key, out)
+
+    def _verify(self, page: Buffer, slot: int, namespace_digest: bytes, key: bytes, out: Buffer) -> None:
+        """Raise CorruptBlock unless header and block are what they must be."""
+        block = out[:self.geometry.block_bytes]
+        self._verify_with(page, slot, namespace_digest, key, lambda: block_checksum(block, key, self.group, slot))
+
+    def _verify_with(self, page: Buffer, slot: int, namespace_digest: bytes, key: bytes, checksum_of_block: Callable[[], bytes]) -> None:
+        """The same, whoever computes the block's checksum."""
         differing = list(self._header_differences(page, slot, namespace_digest, key))
         if not differing:
-            checksum = block_checksum(block, key, self.group, slot)
+            checksum = checksum_of_block()
             stored = SlotHeader.unpack(page).checksum
             if checksum != stored:
                 differing.append(f"checksum of the block is {checksum.hex()} instead of {stored.hex()}")
         if differing:
             raise CorruptBlock(f"group {self.group}, slot {slot} of {self.file.path}: {'; '.join(differing)}. The block is not served")
+
+    # -- direct rows: blocks that travel through KvikIO, with the header page through the host ---------------------------------
+
+    def _write_row(self, slot: int, key: bytes, row: DirectRow, priority: int, expiry: float, written: float) -> SlotHeader:
+        """The block out of its row, then the header. What KvikIO refuses goes through the host, and that is said and counted."""
+        header = SlotHeader(self.group, slot, key, self.geometry.block_bytes, self.namespace_digest, row.checksum(key, self.group, slot),
+                            priority, expiry, written)
+        page = self._headers.page
+        header.pack_into(page)
+        offset = self.geometry.offset(slot)
+        try:
+            row.start_write(offset + HEADER_BYTES).wait()
+        except TransferError as error:
+            self.file.write(offset, [page, row.to_host()])
+            self._note_detour(error)
+        else:
+            self.file.write(offset, [page])
+        return header
+
+    def _read_row(self, slot: int, key: bytes, row: DirectRow) -> None:
+        """The block into its row, and the header meanwhile. What KvikIO refuses is read through the host, said and counted."""
+        namespace_digest = self.namespace_digest
+        page = self._headers.page
+        offset = self.geometry.offset(slot)
+        if self._has_faults:  # they happen in the host's calls
+            arrived = aligned_buffer(row.nbytes)
+            self.read(slot, key, arrived)
+            row.from_host(arrived)
+            return
+        try:
+            reading = row.start_read(offset + HEADER_BYTES)
+            try:
+                self.file.read(offset, [page])
+            finally:
+                reading.wait()  # also after an error of the other one: the row is in use until then
+        except TransferError as error:
+            arrived = aligned_buffer(row.nbytes)
+            self.file.read(offset, [page, arrived])
+            row.from_host(arrived)
+            self._note_detour(error)  # not before: a file that is too short is too short for both ways
+        self._verify_with(page, slot, namespace_digest, key, lambda: row.checksum(key, self.group, slot))
+
+    def _note_detour(self, error: TransferError) -> None:
+        with self._detours_lock:
+            self.detours += 1
+            is_first = self.detours == 1
+        if is_first:
+            _log.warning("%s: KvikIO failed, and the block went through the host; more of them are only counted: %s", self.file.path,
+                         error)
 
     def read_header(self, slot: int) -> SlotHeader | None:
         """The header of a slot when it is intact and belongs here (place, namespace, length, algorithm), else ``None``.

@@ -7,20 +7,35 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtier.io.direct_file import Buffer
+from kvtier.errors import TransferError
 from kvtier.io.manifest_rows import Place
-from kvtier.io.store_messages import BlockWrite
+from kvtier.io.store_messages import BlockTarget, BlockWrite
 from kvtier.pools.nvme_geometry import NvmeGeometry
 
 
-def misfit(buffer: Buffer, geometry: NvmeGeometry) -> str | None:
+class StoreClosed(TransferError):
+    """The store has been closed."""
+
+
+def misfit(buffer: BlockTarget, geometry: NvmeGeometry) -> str | None:
     """Why a buffer cannot take or give one block of this shape; ``None`` when it can."""
+    if not isinstance(buffer, np.ndarray):
+        return None if buffer.nbytes == geometry.payload_bytes else (f"a direct row of {buffer.nbytes} bytes: a block of this group "
+                                                                     f"takes {geometry.payload_bytes}")
     fits = (buffer.dtype == np.uint8 and buffer.ndim == 1 and buffer.flags.c_contiguous
             and buffer.nbytes in (geometry.block_bytes, geometry.payload_bytes))
     if fits:
         return None
     return (f"{'' if buffer.flags.c_contiguous else 'strided '}{buffer.dtype} {list(buffer.shape)}: a block is contiguous uint8 of "
             f"{geometry.block_bytes} or {geometry.payload_bytes} bytes")
+
+
+def unreadable_into(out: BlockTarget, geometry: NvmeGeometry) -> str | None:
+    """Why a block of this shape cannot be read into ``out``; ``None`` when it can."""
+    reason = misfit(out, geometry)
+    if reason is None and isinstance(out, np.ndarray) and not out.flags.writeable:
+        return f"{out.dtype} {list(out.shape)} that is read-only"
+    return reason
 
 
 def objection(item: BlockWrite, geometry: NvmeGeometry) -> str | None:

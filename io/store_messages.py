@@ -5,7 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from kvtier.io.direct_file import Buffer
+from kvtier.io.direct_row import DirectRow
+
+COUNTERS = ("read_blocks", "read_bytes", "written_blocks", "written_bytes", "read_errors",
+            "checksum_failures", "write_errors", "gds_read_blocks", "gds_written_blocks")
+"""What a store counts, by the names in ``NvmeStats``."""
+
+BlockTarget = Buffer | DirectRow
+"""What a block is read into, and written from."""
+
+
+def is_direct(target: BlockTarget) -> bool:
+    """Whether it is a direct row."""
+    return not isinstance(target, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -15,7 +30,8 @@ class BlockWrite:
     Attributes:
         group, slot: where to.
         key: chain key of the content, 32 bytes.
-        data: uint8 [block_bytes], contiguous; or [payload_bytes], a padded row, which travels in place when it is aligned.
+        data: uint8 [block_bytes], contiguous; or [payload_bytes], a padded row, which travels in place when it is aligned; or a direct
+            row, which travels without the host.
         priority: of the block.
         expiry: wall-clock seconds, 0.0 for none.
     """
@@ -23,7 +39,7 @@ class BlockWrite:
     group: int
     slot: int
     key: bytes
-    data: Buffer
+    data: BlockTarget
     priority: int
     expiry: float
 
@@ -60,3 +76,6 @@ class NvmeStats:
     recovered_rows: int     #: found by their slot headers when the store was opened
     rebuilt: bool           #: the manifest was damaged when the store was opened: blocks given up before may be there again
     direct: bool            #: every slab is read and written past the page cache
+    gds_read_blocks: int    #: of those read, the ones for a direct row
+    gds_written_blocks: int
+    gds_detours: int        #: of both, how many the direct way refused: they went through the host

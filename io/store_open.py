@@ -126,8 +126,9 @@ def _forget(home: StoreDirectory, manifest: Manifest, slabs: Sequence[SlabFile],
     slots = [0 if slab.group in lost_slabs else slab.geometry.num_slots for slab in slabs]
     blocks, quarantined = manifest.forget_beyond(slots)
     if lost_slabs:
-        _log.warning("%s: the slab files of groups %s are gone; these groups start empty", home.path, lost_slabs)
-    if blocks or quarantined:
+        _log.warning("%s: the slab files of groups %s are gone; these groups start empty, %d blocks and %d quarantined slots are dropped",
+                     home.path, lost_slabs, blocks, quarantined)
+    elif blocks or quarantined:
         _log.warning("%s: %d blocks and %d quarantined slots lay beyond the %s slots that there are now and are dropped",
                      home.path, blocks, quarantined, slots)
     return blocks

@@ -29,6 +29,24 @@ _HUGE_PAGE: Final = 2 << 20
 _REGISTER_PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every device's context, not only the current one's
 
 
+def anonymous_memory(num_bytes: int) -> mmap.mmap:
+    """New private memory of at least this size: zero, from a page boundary on, in huge pages where the kernel has them.
+
+    Huge pages mean fewer faults and TLB misses. The kernel places a mapping on their boundary only when it is whole huge pages
+    long. Small mappings stay exact: there it would only waste memory. Pages are taken when they are first touched.
+
+    Raises:
+        OSError, OverflowError, ValueError: the system has no address space of this size.
+    """
+    is_large = num_bytes >= 2 * _HUGE_PAGE
+    if is_large:
+        num_bytes = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if is_large:
+        _advise(memory, mmap.MADV_HUGEPAGE)
+    return memory
+
+
 class HostArena:
     """Host memory for ``num_slots`` blocks, each slot starting on a 4096-byte boundary.
 
@@ -57,13 +75,12 @@ class HostArena:
         self.slots_per_piece = max(1, PIECE_BYTES // self.stride)
         num_bytes = num_slots * self.stride
         try:
-            self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory = anonymous_memory(num_bytes)
         except (OSError, OverflowError, ValueError) as error:
             raise ConfigError(f"secondary: {num_slots} slots of {self.stride} bytes want {num_bytes} bytes of host "
                               f"memory, which the system refused ({error}); lower secondary=...") from error
-        if num_bytes >= 2 * _HUGE_PAGE:  # fewer faults and TLB misses; when smaller it only wastes memory
-            self._advise(mmap.MADV_HUGEPAGE)
-        self.padded_rows: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8).reshape(num_slots, self.stride)
+        self.padded_rows: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8, num_bytes).reshape(
+            num_slots, self.stride)
         self.rows: npt.NDArray[np.uint8] = self.padded_rows[:, :block_bytes]
         self._registered: list[int] = []
         self._closed = False
@@ -75,6 +92,12 @@ class HostArena:
         """Whether the memory is registered with CUDA."""
         return bool(self._registered)
 
+    @property
+    def address(self) -> int:
+        """Of slot 0; the device sees registered memory at the same address."""
+        address: int = self.padded_rows.ctypes.data
+        return address
+
     def close(self) -> None:
         """Unregister and give the memory back, also under views that others still hold: they read zeros.
 
@@ -85,18 +108,10 @@ class HostArena:
         self._closed = True
         self._unpin()
         # A forgotten view keeps the mapping alive but must not keep the pages: that is how host tiers leak.
-        self._advise(mmap.MADV_DONTNEED)
+        _advise(self._memory, mmap.MADV_DONTNEED)
         self.padded_rows = self.rows = np.empty((0, 0), dtype=np.uint8)
         with suppress(BufferError):  # raised while a view exists; the mapping then ends with the last view
             self._memory.close()
-
-    def _advise(self, advice: int) -> None:
-        """Give the kernel a hint. A kernel built without the feature answers EINVAL, and the hint changes no result."""
-        try:
-            self._memory.madvise(advice)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
 
     def _pin(self, num_bytes: int) -> None:
         """Register the mapping piece by piece; when one piece is refused, undo all of them and say what to change."""
@@ -106,7 +121,7 @@ class HostArena:
             self.close()
             raise ConfigError("secondary: pinning needs cupy; install kvtier[cuda] or use device='cpu'") from error
         # A forked child must not share these pages: copy-on-write would leave the device writing into the child's copy.
-        self._advise(mmap.MADV_DONTFORK)
+        _advise(self._memory, mmap.MADV_DONTFORK)
         address = self.padded_rows.ctypes.data
         for start in range(0, num_bytes, self.slots_per_piece * self.stride):
             length = min(self.slots_per_piece * self.stride, num_bytes - start)
@@ -131,3 +146,12 @@ class HostArena:
                     # After an error of the device (an engine's kernel, say) every call fails with it. The process then has
                     # to end anyway, and the error that counts is the first one, which closing must not cover up.
                     _log.warning("secondary: CUDA would not unpin memory: %s", error)
+
+
+def _advise(memory: mmap.mmap, advice: int) -> None:
+    """Give the kernel a hint. A kernel built without the feature answers EINVAL, and the hint changes no result."""
+    try:
+        memory.madvise(advice)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise

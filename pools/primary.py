@@ -14,6 +14,7 @@ import torch
 
 from kvtier.errors import ConfigError
 from kvtier.pools.block_sections import INDEXER, KEYS, KV, SCALES, STATE, VALUES, BlockSection
+from kvtier.pools.host_arena import anonymous_memory
 from kvtier.pools.layout import LayerGroup
 
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
@@ -25,8 +26,6 @@ TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
 ALIGNMENT: Final = 4096
 """Direct I/O and GPUDirect Storage want device addresses, offsets and lengths in multiples of this."""
 
-_RECYCLED_BELOW: Final = 64 << 20
-
 
 @dataclass(frozen=True)
 class SectionPool:
@@ -34,8 +33,9 @@ class SectionPool:
 
     Attributes:
         section: what it holds.
-        rows: uint8 ``[blocks, section bytes]``, contiguous, from a 4096-byte boundary on.
-        tensor: the same memory, ``[blocks, *section.shape]`` in the section's dtype.
+        rows: uint8 ``[blocks, section bytes]``, contiguous, from a 4096-byte boundary on; in a layer-first pool uint8
+            ``[layers * blocks, bytes of one layer]``, layer after layer.
+        tensor: the same memory, ``[blocks, *section.shape]`` in the section's dtype; strided in a layer-first pool.
     """
 
     section: BlockSection
@@ -54,39 +54,46 @@ class PrimaryPool:
         group: layers that share this pool.
         num_blocks: at least 1.
         device: "cpu", "cuda" or "cuda:N".
+        layer_first: keep each layer's pages together, as engines with pools of their own do; a layer's buffer is then contiguous, and
+            there are no pages over all layers.
 
     Raises:
         ConfigError: ``num_blocks`` below 1, or the device has too little memory.
     """
 
-    def __init__(self, group: LayerGroup, num_blocks: int, device: str) -> None:
+    def __init__(self, group: LayerGroup, num_blocks: int, device: str, layer_first: bool = False) -> None:
         if num_blocks < 1:
             raise ConfigError(f"primary: {num_blocks} blocks for group {group.number}; it needs at least 1 block")
         self.group = group
         self.num_blocks = num_blocks
+        self.layer_first = layer_first
         num_bytes = num_blocks * group.block_bytes
         starts = [0]
         for section in group.sections:
             starts.append(-(-(starts[-1] + num_blocks * section.num_bytes) // ALIGNMENT) * ALIGNMENT)
         try:
-            memory = torch.empty(starts[-1] + ALIGNMENT, dtype=torch.uint8, device=device)
-        except (RuntimeError, MemoryError) as error:  # RuntimeError covers torch.OutOfMemoryError
+            memory = _new_memory(starts[-1] + ALIGNMENT, device)
+        except (RuntimeError, MemoryError, OSError, OverflowError, ValueError) as error:  # RuntimeError covers torch.OutOfMemoryError
             raise ConfigError(f"primary: {num_blocks} blocks of group {group.number} want {num_bytes} bytes on "
                               f"{device}, which could not be allocated; lower primary=...") from error
         memory = memory[-memory.data_ptr() % ALIGNMENT:][:starts[-1]]
-        # Recycled memory may hold NaN bit patterns, and 0 * NaN in a masked position is NaN. On the CPU a large one is
-        # fresh zero pages from the kernel already, and zeroing it would commit all of it before the first request.
-        if memory.is_cuda or num_bytes < _RECYCLED_BELOW:
-            memory.zero_()
         if memory.is_cuda:
+            # Recycled memory may hold NaN bit patterns, and 0 * NaN in a masked position is NaN. On the CPU these are fresh
+            # zero pages from the kernel, and zeroing them would commit all of them before the first request.
+            memory.zero_()
             # Zeroing, and whatever else used this memory before, is ordered on torch's stream. The streams that will copy
             # into the pool do not wait for that one: a block brought back early would be zeroed afterwards.
             torch.cuda.synchronize(memory.device)
         made: list[SectionPool] = []
         for section, start in zip(group.sections, starts, strict=False):
             part = memory[start:start + num_blocks * section.num_bytes]
-            tensor = part.view(TORCH_DTYPES[section.dtype]).view(num_blocks, *section.shape)
-            made.append(SectionPool(section, part.view(num_blocks, section.num_bytes), tensor))
+            elements = part.view(TORCH_DTYPES[section.dtype])
+            if layer_first:
+                layers = section.shape[0]
+                made.append(SectionPool(section, part.view(layers * num_blocks, section.num_bytes // layers),
+                                        elements.view(layers, num_blocks, *section.shape[1:]).transpose(0, 1)))
+            else:
+                made.append(SectionPool(section, part.view(num_blocks, section.num_bytes), elements.view(num_blocks, *section.shape)))
         self.sections = tuple(made)
         self._by_name = {pool.section.name: pool for pool in made}
         self._is_closed = False
@@ -98,11 +105,14 @@ class PrimaryPool:
         """uint8 ``[blocks, block_bytes]``, one contiguous row per block; of a group whose blocks have one section only."""
         if self._is_closed:
             return _nothing()
+        assert not self.layer_first, f"group {self.group.number}: the layers of a block do not lie together in a layer-first pool"
         assert len(self.sections) == 1, f"group {self.group.number}: a block has {len(self.sections)} sections, and no single row"
         return self.sections[0].rows
 
     def read_block(self, slot: int) -> torch.Tensor:
         """A copy of one block on the CPU, as a slot of the lower levels holds it: uint8 ``[block_bytes]``."""
+        if self.layer_first:
+            return torch.cat([self._layers_of(pool)[:, slot].cpu().reshape(-1) for pool in self.sections])
         return torch.cat([pool.rows[slot].cpu() for pool in self.sections])
 
     def write_block(self, slot: int, data: torch.Tensor) -> None:
@@ -110,7 +120,11 @@ class PrimaryPool:
         assert data.shape == (self.group.block_bytes,), f"{data.shape} for a block of {self.group.block_bytes} bytes"
         for pool in self.sections:
             section = pool.section
-            pool.rows[slot].copy_(data[section.offset:section.offset + section.num_bytes])
+            part = data[section.offset:section.offset + section.num_bytes]
+            if self.layer_first:
+                self._layers_of(pool)[:, slot].copy_(part.view(section.shape[0], -1))
+            else:
+                pool.rows[slot].copy_(part)
 
     # -- what kernels read ---------------------------------------------------------------------------------------------
 
@@ -126,22 +140,22 @@ class PrimaryPool:
         The page of (slot, layer position l, field f) is ``slot * layers * kv_factor + l * kv_factor + f``; field 0 is keys,
         1 values.
         """
-        return self.tensor.flatten(0, 2)
+        return self._pages_of(KV)
 
     @property
     def key_pages(self) -> torch.Tensor:
         """Pages that the first row of a block table names: :attr:`pages`, or those of the keys alone in a split group."""
-        return self._tensor_of(KEYS if self.group.is_split else KV).flatten(0, 2)
+        return self._pages_of(KEYS if self.group.is_split else KV)
 
     @property
     def value_pages(self) -> torch.Tensor:
         """Pages that the second row of a block table names. Of a split group ``[blocks * layers, heads, tokens, value_dim]``."""
-        return self._tensor_of(VALUES if self.group.is_split else KV).flatten(0, 2)
+        return self._pages_of(VALUES if self.group.is_split else KV)
 
     @property
     def scale_pages(self) -> torch.Tensor:
         """uint8 ``[blocks * layers * kv_factor, heads, tokens_per_block, scale_bytes]``, page for page beside :attr:`pages`."""
-        return self._tensor_of(SCALES).flatten(0, 2)
+        return self._pages_of(SCALES)
 
     def layer_buffer(self, position: int) -> torch.Tensor:
         """Pages of the layer at ``position``: strided ``[blocks, kv_factor, heads, tokens_per_block, head_dim]``.
@@ -186,6 +200,15 @@ class PrimaryPool:
         self.sections = ()
         self._by_name = {}
 
+    def _layers_of(self, pool: SectionPool) -> torch.Tensor:
+        """uint8 ``[layers, blocks, bytes of one layer]`` of a layer-first pool."""
+        return pool.rows.view(pool.section.shape[0], self.num_blocks, -1)
+
+    def _pages_of(self, name: str) -> torch.Tensor:
+        if self.layer_first:  # flattening would silently be a copy
+            raise ConfigError(f"group {self.group.number}: a layer-first pool has no pages over all layers; use layer_buffer")
+        return self._tensor_of(name).flatten(0, 2)
+
     def _tensor_of(self, name: str) -> torch.Tensor:
         if self._is_closed:
             return _nothing().view(0, 0, 0, 0, 0, 0)
@@ -199,6 +222,13 @@ class PrimaryPool:
         if not 0 <= position < self.group.num_layers:
             raise ConfigError(f"position={position}: group {self.group.number} has layer positions "
                               f"0..{self.group.num_layers - 1}")
+
+
+def _new_memory(num_bytes: int, device: str) -> torch.Tensor:
+    """uint8 [num_bytes]. torch's own allocator on the CPU has no huge pages, which copies of whole blocks are slower without."""
+    if torch.device(device).type == "cpu":
+        return torch.frombuffer(anonymous_memory(num_bytes), dtype=torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _nothing() -> torch.Tensor:

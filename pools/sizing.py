@@ -184,7 +184,8 @@ def nvme_geometries(layout: KVLayout, sizes: PoolSizes) -> list[NvmeGeometry]:
 
 
 def resolve_sizes(layout: KVLayout, primary: object, secondary: object, nvme: object, free: FreeSpace,
-                  group_shares: Sequence[float] | None = None, max_tokens: int | None = None) -> PoolSizes:
+                  group_shares: Sequence[float] | None = None, max_tokens: int | None = None,
+                  has_direct_nvme: bool = False) -> PoolSizes:
     """Block counts per group and level, and the check that they fit into what is free.
 
     A size is one for all groups (blocks: of each group; bytes and shares: of the level, split by ``group_shares``, equal by default) or a
@@ -194,6 +195,8 @@ def resolve_sizes(layout: KVLayout, primary: object, secondary: object, nvme: ob
 
     ``max_tokens`` caps each group's primary level at the blocks of so many tokens. The smaller of size and cap counts, and a
     warning names both where they differ.
+
+    ``has_direct_nvme``: primary blocks reach NVMe by themselves (GPUDirect Storage), so a group may do without secondary blocks.
 
     Raises:
         ConfigError: a list whose length is not the number of groups, a group left without primary blocks, a lower level
@@ -218,7 +221,7 @@ def resolve_sizes(layout: KVLayout, primary: object, secondary: object, nvme: ob
     sizes = PoolSizes(primary_counts, secondary_counts, nvme_counts)
     check_fits(layout, sizes, free)
     for number, below in enumerate(nvme_counts):
-        if below and not secondary_counts[number]:
+        if below and not secondary_counts[number] and not has_direct_nvme:
             raise ConfigError(f"nvme={nvme!r} gives group {number} {below} blocks and secondary={secondary!r} gives it none: blocks "
                               "reach NVMe through the secondary level; give the group both or none of them")
     return sizes

@@ -1,4 +1,5 @@
-"""Run the tests in ``tests/gpu``, then measure copies; the last line is a JSON object in the form of every benchmark.
+"""Run the tests in ``tests/gpu``, then measure copies and, where there is GPUDirect Storage, reads and writes through it (in the folder
+that KVTIER_GPU_TEST_DIRECTORY names, or the current one); the last line is a JSON object in the form of every benchmark.
 
 Needs pytest, torch and CuPy. Tests that need more are skipped where it is missing, and their reasons are shown and counted.
 Arguments are passed on to pytest. Exit codes: 0 fine; 1 a test failed or a figure did not hold; 2 no GPU, or used wrongly;
@@ -8,6 +9,7 @@ Arguments are passed on to pytest. Exit codes: 0 fine; 1 a test failed or a figu
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from pathlib import Path
@@ -45,9 +47,28 @@ def measure() -> tuple[Report | None, str]:
     except ModuleNotFoundError as error:
         return None, f"copies were not measured: the package {error.name!r} is not installed"
     try:
-        return measure_gpu_copies(), ""
+        report = measure_gpu_copies()
+        add_gds(report)
+        return report, ""
     except (KVTierError, RuntimeError) as error:  # RuntimeError: what torch and CuPy say when the device does not go along
         return None, f"copies were not measured: {error}"
+
+
+def add_gds(report: Report) -> None:
+    """The rows of the GPUDirect benchmark, or a note that says why there are none."""
+    from kvtier.errors import KVTierError
+
+    try:
+        from kvtier.bench.gds import measure_gds
+
+        directory = os.environ.get("KVTIER_GPU_TEST_DIRECTORY")
+        measured = measure_gds(Path(directory) if directory else None)
+    except (KVTierError, RuntimeError, ModuleNotFoundError) as error:
+        report.note(f"GPUDirect Storage was not measured: {error}")
+        return
+    report.rows += measured.rows
+    report.notes += measured.notes
+    report.invalid |= measured.invalid
 
 
 def main(arguments: list[str]) -> int:

@@ -91,13 +91,16 @@ class TierConfig(BaseSettings):
     """Free space that the NVMe level leaves on its file system; a size in bytes."""
     nvme_sync: bool = False
     """Wait for the drive's own cache on every commit. Off: power loss may cost recent entries, never correctness."""
+    nvme_write_bandwidth: str | None = None
+    """Store at most so much on NVMe, such as "500MiB/s". None: as much as the drive takes. Loads are not counted."""
     nvme_scrub_bandwidth: str | None = None
     """Verify NVMe blocks in the background while nothing is being moved, reading at most so much, such as "50MiB/s". None: not at all;
     ``kvtier store scrub`` does it while no process uses the directory."""
-    read_threads: Annotated[int, Field(ge=1, le=256)] = 2
-    """Threads that read and verify NVMe blocks."""
+    read_threads: Annotated[int, Field(ge=1, le=256)] = 4
+    """Threads that read and verify NVMe blocks. How many of them have a read in the drive at once is found by measuring."""
     write_ahead_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.25
-    """Share of the secondary level that ``refresh`` keeps clean (also on NVMe), coldest first; 0: none."""
+    """Share of the secondary level (without one, of the primary level) that ``refresh`` keeps clean, that is also on NVMe, coldest
+    first; 0: none."""
 
     secondary_offload_min_priority: Priority = 35
     """Blocks below this priority are dropped instead of going to the secondary level."""
@@ -114,7 +117,11 @@ class TierConfig(BaseSettings):
     event_buffer_max_size: Annotated[int, Field(ge=0, le=1 << 30)] = 1024
     """Most events kept for ``poll_events``; 0 turns events off."""
     gds: Literal["required", "auto", "off"] = "auto"
-    """GPUDirect Storage: fail without it, use it where it works, or never. Not included yet: "required" is refused, "auto" is "off"."""
+    """GPUDirect Storage: fail without it, use it where a probe of the directory has shown that it works, or never."""
+    gds_threads: Annotated[int, Field(ge=1, le=256)] = 8
+    """With GPUDirect: threads of KvikIO in this process."""
+    gds_task_size: str = "1MiB"
+    """With GPUDirect: what one of those threads moves at a time; a size in bytes."""
     policy: Literal["default", "lru"] = "default"
     """Which content is given up first. Both are the same for now: of the lowest priority, the least recently used."""
     request_directory_root: Path | None = None
@@ -161,6 +168,10 @@ class TierConfig(BaseSettings):
     def nvme_scrub_bytes_per_second(self) -> float | None:
         return None if self.nvme_scrub_bandwidth is None else parse_rate(self.nvme_scrub_bandwidth, "nvme_scrub_bandwidth")
 
+    @property
+    def nvme_write_bytes_per_second(self) -> float | None:
+        return None if self.nvme_write_bandwidth is None else parse_rate(self.nvme_write_bandwidth, "nvme_write_bandwidth")
+
     def effective(self) -> list[tuple[str, str, str]]:
         """(key, value, source) of every key, in the order of this class: what an engine prints when it starts."""
         return [(key, str(getattr(self, key)), self._sources[key]) for key in type(self).model_fields
@@ -190,11 +201,19 @@ class TierConfig(BaseSettings):
             raise ConfigError(f'nvme_free_space_reserve={value!r}: must be a size in bytes, for example "1GiB"')
         return value
 
-    @field_validator("nvme_scrub_bandwidth", mode="before")
+    @field_validator("gds_task_size", mode="before")
     @classmethod
-    def _check_bandwidth(cls, value: object) -> object:
+    def _check_task_size(cls, value: object) -> object:
+        size = parse_size(value, "gds_task_size")
+        if size.kind is not SizeKind.BYTES or size.amount < 4096 or size.amount % 4096:
+            raise ConfigError(f'gds_task_size={value!r}: must be a multiple of 4096 bytes, for example "1MiB"')
+        return value
+
+    @field_validator("nvme_scrub_bandwidth", "nvme_write_bandwidth", mode="before")
+    @classmethod
+    def _check_bandwidth(cls, value: object, info: ValidationInfo) -> object:
         if value is not None:
-            parse_rate(value, "nvme_scrub_bandwidth")
+            parse_rate(value, str(info.field_name))
         return value
 
     @field_validator("group_shares", mode="before")
@@ -237,9 +256,9 @@ class TierConfig(BaseSettings):
         secondary = parse_sizes(self.secondary, "secondary")
         for group, size in enumerate(nvme):
             beside = secondary[group] if group < len(secondary) else secondary[-1]
-            if size.amount and not beside.amount:
-                raise ConfigError(f"nvme={self.nvme!r} with secondary={self.secondary!r}: NVMe without a secondary "
-                                  'level needs GDS, which is not included yet; set for example secondary="4GiB"')
+            if size.amount and not beside.amount and self.gds != "required":
+                raise ConfigError(f"nvme={self.nvme!r} with secondary={self.secondary!r}: NVMe without a secondary level needs "
+                                  'GPUDirect Storage; set for example secondary="4GiB", or gds="required"')
         return self
 
     @model_validator(mode="wrap")

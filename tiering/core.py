@@ -21,9 +21,11 @@ from typing import Final, Self
 import torch
 
 from kvtier.errors import ConfigError, CorruptBlock, KVTierError, RequestError, TransferError
+from kvtier.io.block_writer import RUN_BYTES
 from kvtier.io.device import Device, open_device
+from kvtier.io.drive_queue import DriveQueue
 from kvtier.io.manifest import collector_paused
-from kvtier.io.nvme_store import NvmeStore
+from kvtier.io.nvme_store import WRITE_THREADS, NvmeStore
 from kvtier.io.store_directory import occupied_bytes
 from kvtier.pools.group_pools import open_group_pools
 from kvtier.pools.host_memory import free_disk_bytes, host_memory
@@ -34,6 +36,7 @@ from kvtier.pools.rank_sizes import minimum_over_ranks
 from kvtier.pools.sizing import FreeSpace, PoolSizes, resolve_sizes, warn_of_unread_levels
 from kvtier.tiering import arguments
 from kvtier.tiering.config import TierConfig
+from kvtier.tiering.direct_path import open_direct_path, require_possible
 from kvtier.tiering.event_queue import EventQueue
 from kvtier.tiering.event_stream import EventStream
 from kvtier.tiering.idle_scrub import IdleScrub
@@ -44,13 +47,15 @@ from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
 from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.poison import Poison
-from kvtier.tiering.statistics import IterationStats, RequestStats, Stats, collect_request
+from kvtier.tiering.statistics import GdsStats, IterationStats, RequestStats, Stats, collect_request
 from kvtier.tiering.statistics_recorder import StatisticsRecorder
 from kvtier.tiering.transfer import TransferManager
+from kvtier.types import TransferMode
 
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION: Final = 1
+GDS_MODE: Final = TransferMode.GDS.value
 RESET_PAUSE: Final = 0.001  # seconds between two looks
 
 
@@ -64,9 +69,8 @@ class TierCore:
         self._clock = config.clock
         self._device: Device = open_device(device)
         device = self._device.name  # "cuda" is one particular device from here on, also where torch's current one is another
-        if config.gds == "required":
-            raise ConfigError("gds='required': GPUDirect Storage is not included yet; use 'auto' or 'off'")
         sizes = _sizes(layout, config, device)
+        require_possible(config, device, any(sizes.nvme))
         warn_of_unread_levels(sizes, config.enable_block_reuse)
         if any(sizes.nvme) and not model:
             raise ConfigError(f"model={model!r}: an NVMe level needs model=\"name@revision:weights-digest\", so that another model's "
@@ -80,6 +84,7 @@ class TierCore:
         self._num_issued = 0
         self._closed = False
         self._everything_let_go = False
+        self._has_said_no_gds = False
         self._is_clearing = False  # a reset is deleting what is on NVMe
         self._events = EventQueue(config.event_buffer_max_size)
         self._prefill_rate: float | None = None
@@ -92,8 +97,12 @@ class TierCore:
                 undo.callback(self.store.close, 1.0)
             self.pools = open_group_pools(layout, sizes, device)
             undo.callback(self._close_pools)
+            self.nvme_path, self._gds = open_direct_path(config, device, self.store, config.read_threads + 2)
+            if self._gds is not None:
+                undo.callback(self._gds.close)
             self.transfers = TransferManager(self._device, self.pools, self.store, faults=config.faults,
-                                             read_threads=config.read_threads, check_order=config.debug_checks)
+                                             read_threads=config.read_threads, staging_blocks=config.read_threads + 2,
+                                             staging_bytes=config.read_threads * RUN_BYTES, gds=self._gds, check_order=config.debug_checks)
             undo.pop_all()
         if config.faults is not None:
             logger.warning("faults are injected into this cache (%s): %s. For trials only: blocks are really lost and files really deleted",
@@ -152,9 +161,10 @@ class TierCore:
 
     def stats(self) -> Stats:
         """Everything counted since the start, and what the levels hold now."""
+        gds = self._gds_stats()  # not under the lock: the store has locks of its own
         with self.locked():
             faults = self.config.faults.counts() if self.config.faults is not None else {}
-            return self._statistics.stats(self._events.dropped, self._prefill_rate, faults)
+            return self._statistics.stats(self._events.dropped, self._prefill_rate, faults, gds)
 
     def iteration_stats(self) -> IterationStats:
         """What was counted between the last two calls of :meth:`refresh`, and the levels at the second one."""
@@ -221,6 +231,8 @@ class TierCore:
         self._events.close()
         store_is_closed = self.store is None or self.store.close(max(deadline - time.monotonic(), 0.5))
         if is_quiet:
+            if self._gds is not None:
+                self._gds.close()
             self._close_pools()
             self._everything_let_go = store_is_closed
         else:
@@ -317,6 +329,8 @@ class TierCore:
             if result.error is None:
                 self._totals.add(level_of(move.source), level_of(move.destination), result.num_bytes, result.seconds)
                 self._ledger.finish(move, False)
+                if move.mode == GDS_MODE and self._gds is None and level_of(move.source) == NVME:
+                    self._note_unfulfilled()
                 continue
             self._totals.failures += 1
             if isinstance(result.error, CorruptBlock):
@@ -327,6 +341,20 @@ class TierCore:
             # Not after a failed copy out of the staging buffer, or a read cancelled at the end: those say nothing about the slot.
             is_bad = self.store is not None and is_read and self.store.is_quarantined(move.group, slot_of(move.source))
             self._ledger.finish(move, True, is_bad)
+
+    def _gds_stats(self) -> GdsStats:
+        if self.store is None:
+            return GdsStats(self.nvme_path.name, self.nvme_path.reason)
+        found = self.store.stats()
+        return GdsStats(self.nvme_path.name, self.nvme_path.reason, found.gds_read_blocks, found.gds_written_blocks, found.gds_detours)
+
+    def _note_unfulfilled(self) -> None:
+        """A request wanted its blocks read directly, and the tier has no such way."""
+        self._totals.fallbacks += 1
+        if not self._has_said_no_gds:
+            self._has_said_no_gds = True
+            logger.warning("a request asks for TransferMode.GDS, but NVMe goes through the host: %s. Said once; stats().fallbacks counts",
+                           self.nvme_path.reason)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -339,7 +367,8 @@ class TierCore:
         assert self.config.nvme_directory is not None
         geometries = [NvmeGeometry(group.block_bytes, count) for group, count in zip(self.layout.groups, sizes.nvme, strict=True)]
         store = NvmeStore.open(self.config.nvme_directory, self._namespace, geometries, faults=self.config.faults,
-                               free_space_reserve=self.config.nvme_free_space_reserve_bytes, sync=self.config.nvme_sync)
+                               free_space_reserve=self.config.nvme_free_space_reserve_bytes, sync=self.config.nvme_sync,
+                               drive=DriveQueue(self.config.read_threads, WRITE_THREADS, self.config.nvme_write_bytes_per_second))
         rows = [WarmRow(row.group, row.slot, row.key, row.priority, row.expiry, row.hits) for row in store.stored_blocks()]
         self._ledger.set_time(self._clock())
         self._ledger.adopt_store(rows, list(store.quarantined()))
@@ -382,5 +411,6 @@ def _sizes(layout: KVLayout, config: TierConfig, device: str) -> PoolSizes:
         free_bytes = free_disk_bytes(config.nvme_directory) + occupied_bytes(config.nvme_directory)
         disk_bytes = max(free_bytes - config.nvme_free_space_reserve_bytes, 0)
     free = FreeSpace(host.available_bytes, host.limited_by, device_bytes, disk_bytes)
-    sizes = resolve_sizes(layout, config.primary, config.secondary, config.nvme, free, config.group_shares, config.max_tokens)
+    sizes = resolve_sizes(layout, config.primary, config.secondary, config.nvme, free, config.group_shares, config.max_tokens,
+                          has_direct_nvme=config.gds == "required")
     return sizes if config.allreduce_min is None else minimum_over_ranks(sizes, config.allreduce_min, layout)

@@ -1,7 +1,7 @@
 """``kvtier doctor``: what this machine can do for the tier, each line with the exact next step.
 
-Only looks: it allocates nothing, and writes one page into the directory that it is asked about, which it removes again. It
-never opens the GDS driver, because that call spins for ever where there is no GPU.
+Only looks: it allocates nothing, and writes a temporary file into the directory that it is asked about, which it removes again.
+It never opens the GDS driver itself, because that call may spin for ever: another process tries it, with a deadline.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from typing import Final
 import kvtier
 from kvtier.errors import ConfigError
 from kvtier.io.direct_file import refuses_direct
+from kvtier.io.gds_probe import MEMORY_FILE_SYSTEMS, NO_GDS_FILE_SYSTEMS, obstacle, try_directory
 from kvtier.io.store_directory import occupied_bytes
 from kvtier.pools.host_memory import free_disk_bytes, host_memory, memlock_limit, mount_of, shared_memory, usable_cpus
 from kvtier.pools.sizing import SizeKind, format_bytes, parse_sizes
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.config_sources import expand_path
 
-MEMORY_FILE_SYSTEMS: Final = frozenset({"tmpfs", "ramfs"})
-NO_GDS_FILE_SYSTEMS: Final = frozenset({"overlay", "fuse", "nfs", "nfs4", "9p", "virtiofs", *MEMORY_FILE_SYSTEMS})
 _SMALL_SHARED_MEMORY: Final = 1 << 30
 
 
@@ -100,7 +99,7 @@ def examine(directory: Path | None = None, config_file: Path | None = None) -> R
     findings += [_package(name, gpu, without) for name, without in
                  (("cupy", 'device="cuda" cannot run'), ("kvikio", "NVMe goes through the host (POSIX), not GPUDirect"))]
     findings += [_cpus(), _host_memory(), _memlock(gpu), _shared_memory()]
-    findings += _directory(directory, config)
+    findings += _directory(directory, config, gpu)
     return Report(tuple(findings), tuple(config.effective()) if config is not None else ())
 
 
@@ -195,11 +194,12 @@ def _shared_memory() -> Finding:
     return Finding("/dev/shm", Status.OK, text)
 
 
-def _directory(directory: Path | None, config: TierConfig | None) -> list[Finding]:
-    """File system, free space and direct I/O of the folder for the NVMe level."""
+def _directory(directory: Path | None, config: TierConfig | None, gpu: Finding) -> list[Finding]:
+    """File system, free space, direct I/O and GPUDirect of the folder for the NVMe level."""
     if directory is None:
-        return [Finding("NVMe directory", Status.WARN, "none given: the NVMe level was not looked at",
-                        "kvtier doctor --directory /path/on/nvme, or set nvme_directory")]
+        found = [Finding("NVMe directory", Status.WARN, "none given: the NVMe level was not looked at",
+                         "kvtier doctor --directory /path/on/nvme, or set nvme_directory")]
+        return [*found, _gpudirect(None, config, gpu)] if config is not None and config.gds == "required" else found
     folder = directory.absolute()
     try:
         while not folder.is_dir() and folder != folder.parent:
@@ -213,7 +213,7 @@ def _directory(directory: Path | None, config: TierConfig | None) -> list[Findin
     if folder != directory.absolute():
         findings.append(Finding("NVMe directory", Status.WARN, f"{directory} does not exist; looked at {folder} instead",
                                 f"mkdir -p -m 700 {directory}"))
-    return [*findings, _file_system(folder), _free_space(folder, config), _direct(folder)]
+    return [*findings, _file_system(folder), _free_space(folder, config), _direct(folder), _gpudirect(folder, config, gpu)]
 
 
 def _file_system(folder: Path) -> Finding:
@@ -251,6 +251,30 @@ def _direct(folder: Path) -> Finding:
         return Finding("direct I/O", Status.WARN, f"{reason}; blocks would go through the page cache",
                        "choose a folder on ext4 or xfs on a local NVMe drive")
     return Finding("direct I/O", Status.OK, f"a page written and read back with O_DIRECT in {folder}")
+
+
+def _gpudirect(folder: Path | None, config: TierConfig | None, gpu: Finding) -> Finding:
+    """What ``gds`` in the configuration comes to: another process writes, reads back and compares through KvikIO."""
+    wish = config.gds if config is not None else "auto"
+    if wish == "off":
+        return Finding("GPUDirect", Status.OK, 'gds="off": NVMe goes through the host (POSIX)')
+    is_without_gpu = gpu.status is not Status.OK
+    if folder is None:
+        reason: str | None = "there is no folder to try it in; set nvme_directory"
+    elif is_without_gpu:
+        reason = "no NVIDIA device"
+    else:
+        reason = obstacle("cuda:0", folder)
+        if reason is None:
+            reason = try_directory(folder, "cuda:0")
+    if reason is None:
+        return Finding("GPUDirect", Status.OK, f"1 MiB written, read back and compared between cuda:0 and {folder} without the host")
+    if wish == "required":
+        return Finding("GPUDirect", Status.FAIL, f'gds="required": {reason}', 'remove the reason, or set gds="auto" to go through the host')
+    if is_without_gpu:
+        return Finding("GPUDirect", Status.OK, f"{reason}: NVMe goes through the host (POSIX)")
+    return Finding("GPUDirect", Status.WARN, f"NVMe goes through the host (POSIX): {reason}", 'remove the reason, or set gds="off" to '
+                   "stop looking for it")
 
 
 def print_report(report: Report, say: Callable[[str], None]) -> None:

@@ -11,17 +11,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import TransferError
+from kvtier.io.copiers import DIRECT
+from kvtier.io.direct_row import DirectRow
 from kvtier.io.incident import Incident
 from kvtier.pools.pool_index import PoolIndex, slot_of
 from kvtier.tiering import hang_watch
+from kvtier.tiering.direct_writes import DirectWrites
 from kvtier.tiering.hang_watch import HangWatch
-from kvtier.tiering.staging import StagingPool
+from kvtier.tiering.run_queue import RunQueue
+from kvtier.tiering.staging import DirectStaging, Staging, StagingPool
 from kvtier.tiering.transfer_graph import TransferNode, Work
 
 if TYPE_CHECKING:
@@ -47,8 +51,19 @@ class BlockStore(Protocol):
     def accepts_writes(self) -> bool:
         """False for a while after the disk was full or failing: stores are shed, loads are not."""
 
-    def read_block(self, group: int, slot: int, key: bytes, out: npt.NDArray[np.uint8]) -> None:
-        """Fill ``out`` (uint8, a padded row of a ``HostArena``) with the verified block. Thread-safe.
+    def most_ahead(self, group: int) -> int:
+        """How many neighbouring slots ``read_ahead`` may take at once, at least 1."""
+
+    def read_ahead(self, group: int, first_slot: int, outs: Sequence[npt.NDArray[np.uint8]]) -> Sequence[npt.NDArray[np.uint8]]:
+        """Read neighbouring slots with one call and without a check; for each what ``read_block`` wants as ``arrived``.
+
+        Raises:
+            TransferError: nothing is known of any of the blocks.
+        """
+
+    def read_block(self, group: int, slot: int, key: bytes, out: npt.NDArray[np.uint8] | DirectRow,
+                   arrived: npt.NDArray[np.uint8] | None = None) -> None:
+        """Fill ``out`` (uint8, a padded row of a ``HostArena``, or a direct row) with the verified block. Thread-safe.
 
         Raises:
             CorruptBlock, TransferError: ``out`` is garbage.
@@ -64,6 +79,14 @@ class BlockStore(Protocol):
         """Never use this slot again, and remember why."""
 
 
+class _Arrival(NamedTuple):
+    """What a call for several slots brought for one of them: the block in its staging buffer, its header page, its share of the time."""
+
+    buffer: int
+    page: npt.NDArray[np.uint8]
+    seconds: float
+
+
 class FileWorkers:
     """Reader threads and one writer thread.
 
@@ -75,22 +98,28 @@ class FileWorkers:
         read_over: called by a reader thread, no lock held, with the node (its error set if it failed) and its staging
             buffer (-1: none). Takes the buffer over.
         writes_over: called by the writer thread, no lock held, with nodes whose errors are set where they failed.
+        direct: buffers of the direct way by group, for reads.
+        direct_writes: the direct way for writes.
     """
 
     def __init__(self, store: BlockStore, staging: Sequence[StagingPool],
                  secondary: Sequence[npt.NDArray[np.uint8] | None], read_threads: int,
                  read_over: Callable[[TransferNode, int], None],
-                 writes_over: Callable[[list[TransferNode]], None]) -> None:
+                 writes_over: Callable[[list[TransferNode]], None], direct: Sequence[DirectStaging] = (),
+                 direct_writes: DirectWrites | None = None) -> None:
         # Not at the top: it brings SQLite with it, and a cache without an NVMe level needs none.
         from kvtier.io.nvme_store import BlockWrite
         self._block_write = BlockWrite
         self._store = store
         self._staging = staging
+        self._direct = direct
+        self._direct_writes = direct_writes
         self._secondary = secondary
         self._read_over = read_over
         self._writes_over = writes_over
         self._closing = False
-        self._reads: SimpleQueue[TransferNode | None] = SimpleQueue()
+        self._reads = RunQueue()
+        self._most_ahead = [store.most_ahead(group) for group in range(len(staging))]
         self._writes: SimpleQueue[TransferNode | None] = SimpleQueue()
         self.failed_discards = 0
         self._failed_discard, self._failed_quarantine = Incident(_log), Incident(_log)
@@ -136,24 +165,66 @@ class FileWorkers:
     # -- reading --------------------------------------------------------------------------------------------------------
 
     def _run_reader(self) -> None:
-        while (node := self._reads.get()) is not None:
-            buffer: int | None = -1
-            try:
-                buffer = self._read(node)
-            except Exception as error:
-                node.error = error
-            if buffer is not None:
-                self._hand_back(self._read_over, node, buffer)
-            del node
+        while run := self._reads.get_run(self._most_ahead):
+            for node, arrival in self._arrivals(run):
+                buffer: int | None = -1
+                try:
+                    buffer = self._read(node, arrival)
+                except Exception as error:
+                    node.error = error
+                if buffer is not None:
+                    self._hand_back(self._read_over, node, buffer)
+                del node, arrival
+            del run
 
-    def _read(self, node: TransferNode) -> int | None:
-        """Read one block into a staging buffer; returns the buffer, also after a failed read. None after one that hung: the node
-        has been handed back long since."""
+    def _arrivals(self, run: list[TransferNode]) -> list[tuple[TransferNode, _Arrival | None]]:
+        """Read a run of neighbours with one call, as far as there are buffers; the rest waits again. Each node with what came of it:
+        None where it is to be read on its own, because it is alone or because the call failed and each needs its own answer."""
+        if len(run) == 1 or self._closing or any(node.source_failure() is not None or node.via == DIRECT for node in run):
+            return [(node, None) for node in run]
+        group = run[0].group
+        staging = self._staging[group]
+        buffers: list[int] = []
+        while len(buffers) < len(run) and (buffer := staging.take(0.0)) is not None:
+            buffers.append(buffer)
+        if len(buffers) < 2:
+            for buffer in buffers:
+                staging.give_back(buffer)
+            self._reads.put_back(run[1:])
+            return [(run[0], None)]
+        self._reads.put_back(run[len(buffers):])
+        run = run[:len(buffers)]
+        for node in run:
+            self._reading.begin(node, len(run))
+        start = time.perf_counter()
+        pages: Sequence[npt.NDArray[np.uint8]] = ()
+        try:
+            first = slot_of(PoolIndex(run[0].source))
+            pages = self._store.read_ahead(group, first, [staging.arena.padded_rows[buffer] for buffer in buffers])
+        except Exception as error:
+            _log.debug("group %d: %d slots could not be read at once: %s", group, len(run), error)
+        share = (time.perf_counter() - start) / len(run)
+        arrivals: list[tuple[TransferNode, _Arrival | None]] = []
+        for number, (node, buffer) in enumerate(zip(run, buffers, strict=True)):
+            is_awaited = self._reading.end(node)  # otherwise it hung, and has been handed back long since
+            if is_awaited and pages:
+                arrivals.append((node, _Arrival(buffer, pages[number], share)))
+                continue
+            staging.give_back(buffer)
+            if is_awaited:
+                arrivals.append((node, None))
+        return arrivals
+
+    def _read(self, node: TransferNode, arrival: _Arrival | None) -> int | None:
+        """Read one block into a staging buffer, or only verify it there; returns the buffer, also after a failed read. None after
+        one that hung: the node has been handed back long since."""
         lost = node.source_failure()
         if lost is not None:
+            if arrival is not None:
+                self._staging[node.group].give_back(arrival.buffer)
             raise lost
-        staging = self._staging[node.group]
-        buffer = self._take_buffer(staging, node)
+        staging: Staging = self._direct[node.group] if node.via == DIRECT else self._staging[node.group]
+        buffer = arrival.buffer if arrival is not None else self._take_buffer(staging, node)
         move = node.move
         assert move is not None
         slot = slot_of(move.source)
@@ -161,7 +232,11 @@ class FileWorkers:
         failure: Exception | None = None
         self._reading.begin(node)
         try:
-            self._store.read_block(node.group, slot, move.key, staging.arena.padded_rows[buffer])
+            out = staging.target(buffer)
+            if arrival is None:
+                self._store.read_block(node.group, slot, move.key, out)
+            else:
+                self._store.read_block(node.group, slot, move.key, out, arrival.page)
         except Exception as error:
             failure = error
             if self._reading.is_awaited(node):  # otherwise the slot may hold something else by now
@@ -170,10 +245,10 @@ class FileWorkers:
             staging.give_back(buffer)
             return None
         node.error = failure
-        node.seconds = time.perf_counter() - start
+        node.seconds = time.perf_counter() - start + (arrival.seconds if arrival is not None else 0.0)
         return buffer
 
-    def _take_buffer(self, staging: StagingPool, node: TransferNode) -> int:
+    def _take_buffer(self, staging: Staging, node: TransferNode) -> int:
         deadline = time.monotonic() + PATIENCE
         while not self._closing:
             buffer = staging.take(_LOOK_UP)
@@ -238,7 +313,14 @@ class FileWorkers:
         self._writing.begin(batch[0])
         self._discard([node for node in batch if node.work is Work.DISCARD])
         self._writing.end(batch[0])
-        writes = [node for node in batch if node.work is Work.WRITE]
+        direct = [node for node in batch if node.work is Work.WRITE and node.via == DIRECT]
+        if self._direct_writes is not None and direct:
+            self._writing.begin(batch[0], len(direct))
+            try:
+                self._direct_writes.write(direct)
+            finally:
+                self._writing.end(batch[0])
+        writes = [node for node in batch if node.work is Work.WRITE and node.via != DIRECT]
         if not writes:
             return
         if not self._store.accepts_writes:
@@ -333,7 +415,7 @@ class FileWorkers:
             _log.exception("handing back a file operation failed")
 
 
-def _take_all(waiting: SimpleQueue[TransferNode | None]) -> list[TransferNode]:
+def _take_all(waiting: SimpleQueue[TransferNode | None] | RunQueue) -> list[TransferNode]:
     """What is queued. The marks that end threads stay."""
     taken: list[TransferNode] = []
     marks = 0

@@ -317,8 +317,8 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
     def _check_retention(self, retention: RetentionConfig | None) -> None:
         if retention is not None and retention.directory is not None:
             raise RequestError(f"directory={retention.directory!r}: a request's own directory is not included yet; leave it out")
-        if retention is not None and retention.transfer_mode is not TransferMode.DRAM:
-            raise RequestError(f"transfer_mode={retention.transfer_mode}: only TransferMode.DRAM is included yet; leave it out")
+        if retention is not None and retention.transfer_mode is TransferMode.POSIX_DEBUG_FALLBACK:
+            raise RequestError(f"transfer_mode={retention.transfer_mode}: not included yet; use TransferMode.DRAM or TransferMode.GDS")
 
 
 def _require_table_memory(layout: KVLayout, config: TierConfig) -> None:

@@ -109,6 +109,24 @@ class TierCounters:
         return hit_rate(self.reused_full + self.reused_partial, self.missed)
 
 
+@dataclass(frozen=True)
+class GdsStats:
+    """How blocks travel between device and NVMe.
+
+    Attributes:
+        path: "gds": directly; "posix": through the host; "none": there is no NVMe level.
+        reason: why it is not "gds"; empty where it is.
+        read_blocks, written_blocks: moved the direct way.
+        detours: how many of those KvikIO refused, so that they went through the host.
+    """
+
+    path: str
+    reason: str
+    read_blocks: int = 0
+    written_blocks: int = 0
+    detours: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stats(TierCounters):
     """A picture of the whole tier: the counters since the start, and what the levels hold now.
@@ -127,6 +145,7 @@ class Stats(TierCounters):
     prefill_tokens_per_second: float | None
     advice: str | None
     faults: Mapping[str, int]
+    gds: GdsStats
 
 
 @dataclass(frozen=True, kw_only=True)

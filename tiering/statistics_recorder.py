@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Final
 
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.statistics import (
+    GdsStats,
     GroupLevels,
     GroupStats,
     IterationStats,
@@ -31,6 +33,8 @@ from kvtier.tiering.transfer_balance import TransferBalance
 from kvtier.types import Level
 
 logger = logging.getLogger(__name__)
+
+NO_GDS: Final = GdsStats("none", "there is no NVMe level")
 
 
 class UsagePeaks:
@@ -108,13 +112,13 @@ class StatisticsRecorder:
         return "; ".join([balance.advice for balance in self._balances if balance.advice is not None]) or None
 
     def stats(self, dropped_events: int, prefill_tokens_per_second: float | None,
-              faults: Mapping[str, int] = MappingProxyType({})) -> Stats:
+              faults: Mapping[str, int] = MappingProxyType({}), gds: GdsStats = NO_GDS) -> Stats:
         """Everything counted since the start, and what the levels hold now."""
         groups = collect_groups(self._allocators)
         primary, secondary, nvme = total_levels(groups)
         return Stats(**vars(collect_counters(self._ledger, self.totals)), primary=primary, secondary=secondary, nvme=nvme, groups=groups,
                      leases=len(self._ledger.leases), sequences=len(self._ledger.sequences), dropped_events=dropped_events,
-                     prefill_tokens_per_second=prefill_tokens_per_second, advice=self.advice, faults=faults)
+                     prefill_tokens_per_second=prefill_tokens_per_second, advice=self.advice, faults=faults, gds=gds)
 
     def iteration_stats(self) -> IterationStats:
         """The iteration that ended last."""

@@ -12,22 +12,27 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError, TransferError
-from kvtier.io.copiers import open_copiers
+from kvtier.io.copiers import DIRECT, open_copiers
 from kvtier.io.device import Device, EngineStream
 from kvtier.io.incident import Incident
 from kvtier.io.streams import Event, Stream
 from kvtier.pools.group_pools import GroupPools
-from kvtier.pools.pool_index import LEVEL_NAMES, NVME, SECONDARY, PoolIndex, level_of, pool_index
+from kvtier.pools.pool_index import LEVEL_NAMES, NVME, PRIMARY, SECONDARY, PoolIndex, level_of, pool_index, slot_of
 from kvtier.tiering.copy_batch import CopyBatch, FaultPoint
+from kvtier.tiering.direct_writes import WRITE_ROWS, DirectWrites
 from kvtier.tiering.file_workers import BlockStore, FileWorkers, cancelled
 from kvtier.tiering.ledger.moves import Discard, Move
 from kvtier.tiering.order_check import OrderCheck
-from kvtier.tiering.staging import StagingPool
+from kvtier.tiering.staging import DirectStaging, Staging, StagingPool
 from kvtier.tiering.transfer_graph import NodeState, TransferGraph, TransferNode, Work
 from kvtier.tiering.transfer_results import CompletionQueue, MoveResult, TransferCounters
+from kvtier.tiering.transfer_waiting import as_exception, deadline_of, is_on_a_stream, is_on_its_way, is_over, seconds_left, waits_for_file
+
+if TYPE_CHECKING:
+    from kvtier.io.gds import GdsPath
 
 __all__ = ["MoveResult", "TransferCounters", "TransferManager"]
 
@@ -48,7 +53,9 @@ class TransferManager:
         store: the NVMe level; None without one.
         faults: injected into copies. The store has its own for files.
         read_threads: file reads at once.
-        staging_blocks: blocks per group that may be between file and slot at once.
+        staging_blocks, staging_bytes: what may be between file and slot at once, per group; of small blocks, so many bytes.
+        gds: the direct way between primary level and NVMe, with memory for ``staging_blocks + WRITE_ROWS`` blocks of each group; None
+            without one. The caller closes it after this.
         check_order: look at the order of all accesses a second time; LedgerError where nothing orders two of them.
 
     Raises:
@@ -56,7 +63,8 @@ class TransferManager:
     """
 
     def __init__(self, device: Device, pools: Sequence[GroupPools], store: BlockStore | None, *,
-                 faults: FaultPoint | None = None, read_threads: int = 2, staging_blocks: int = 4, check_order: bool = False) -> None:
+                 faults: FaultPoint | None = None, read_threads: int = 2, staging_blocks: int = 4, staging_bytes: int = 0,
+                 gds: GdsPath | None = None, check_order: bool = False) -> None:
         if read_threads < 1 or staging_blocks < 1:
             raise ConfigError(f"read_threads={read_threads}, staging_blocks={staging_blocks}: both must be at least 1, "
                               "or nothing would ever be read from NVMe")
@@ -77,12 +85,15 @@ class TransferManager:
         self._abandoned = False
         self._failed_copies = Incident(_log)
         self._staging: list[StagingPool] = []
+        direct_groups = gds.groups if gds is not None else []
+        self._direct = [DirectStaging(group, range(staging_blocks)) for group in direct_groups]
         self._files: FileWorkers | None = None
         with ExitStack() as undo:  # pinned memory and threads do not go away by themselves
             for size in self._block_bytes if store is not None else ():
-                self._staging.append(StagingPool(staging_blocks, size, pin=device.name != "cpu"))
+                self._staging.append(StagingPool(max(staging_blocks, staging_bytes // size), size, pin=device.name != "cpu"))
                 undo.callback(self._staging[-1].arena.close)
-            self._copiers = [open_copiers(pool, self._staging[number].arena if self._staging else None, device.name)
+            self._copiers = [open_copiers(pool, self._staging[number].arena if self._staging else None, device.name,
+                                          direct_groups[number].arena if direct_groups else None)
                              for number, pool in enumerate(pools)]
             self._offload = device.stream("offload")
             undo.callback(self._offload.close, 1.0)
@@ -90,8 +101,10 @@ class TransferManager:
             undo.pop_all()
         if store is not None:
             secondary = [pool.secondary.padded_rows if pool.secondary is not None else None for pool in pools]
+            rows = [DirectStaging(group, range(staging_blocks, staging_blocks + WRITE_ROWS)) for group in direct_groups]
+            writes = DirectWrites(store, rows, self._copy_out) if rows else None
             self._files = FileWorkers(store, self._staging, secondary, read_threads, self._read_over,
-                                      self._writes_over)
+                                      self._writes_over, self._direct, writes)
 
     # -- issuing ---------------------------------------------------------------------------------------------------------
 
@@ -125,14 +138,18 @@ class TransferManager:
         source, destination = level_of(record.source), level_of(record.destination)
         if destination == NVME:
             work = Work.WRITE
-            exists = source == SECONDARY and self._files is not None and (SECONDARY, SECONDARY) in self._copiers[record.group]
+            exists = ((source == SECONDARY and self._files is not None and (SECONDARY, SECONDARY) in self._copiers[record.group])
+                      or (source == PRIMARY and bool(self._direct)))
         else:
             work = Work.READ if source == NVME else Work.COPY
             exists = (destination, source) in self._copiers[record.group]
         if not exists:
             raise TransferError(f"{record}: group {record.group} has no way from {LEVEL_NAMES[source]} to "
                                 f"{LEVEL_NAMES[destination]}")
-        return TransferNode(work, record.number, record.group, record.source, record.destination, record)
+        node = TransferNode(work, record.number, record.group, record.source, record.destination, record)
+        if self._direct and {source, destination} == {PRIMARY, NVME}:
+            node.via = DIRECT
+        return node
 
     def _start(self, node: TransferNode) -> None:
         """Nothing holds the node back: batch a copy, queue a file operation. Lock held."""
@@ -185,6 +202,7 @@ class TransferManager:
                 self._finish(node)
             return
         self._sequence += 1
+        batch.plan()
         event = batch.stream.submit(batch.run, tuple(batch.after), lambda event: self._copies_over(batch, event))
         if self._check is not None:
             self._check.copies(batch, event)
@@ -206,10 +224,20 @@ class TransferManager:
         assert move is not None
         assert buffer >= 0 or node.error is not None
         destination = level_of(move.destination)
-        batch = CopyBatch(node.group << 4 | destination << 2 | NVME, self._onboard, self._copiers[node.group][destination, NVME],
+        batch = CopyBatch(node.group << 4 | destination << 2 | NVME, self._onboard, self._copiers[node.group][destination, node.via],
                           self._faults, move.num_tokens, buffer)
         batch.add(node)
         self._submit(batch)
+
+    def _copy_out(self, node: TransferNode, buffer: int) -> Event:
+        """Copy a primary slot into the direct way's memory, for the writer thread, behind what wrote the slot."""
+        with self._lock:
+            if self._abandoned:
+                raise cancelled(node)
+            copier = self._copiers[node.group][DIRECT, PRIMARY]
+            pairs = [(slot_of(PoolIndex(node.source)), buffer)]
+            after = tuple([earlier.event for earlier in node.depends if earlier.event is not None and not earlier.event.is_done()])
+            return self._offload.submit(lambda: copier.copy(pairs), after)
 
     def _hold_no_longer(self, node: TransferNode) -> None:
         for dependent in self._graph.release(node):
@@ -230,11 +258,13 @@ class TransferManager:
             share = batch.seconds / len(batch.nodes)
             for node in batch.nodes:
                 if event.error is not None and node.error is None:
-                    node.error = _as_exception(event.error)
+                    node.error = as_exception(event.error)
                 node.seconds += share
                 self._finish(node)
             if batch.staging_slot >= 0:
-                self._staging[batch.nodes[0].group].give_back(batch.staging_slot)
+                node = batch.nodes[0]
+                staging: Staging = self._direct[node.group] if node.via == DIRECT else self._staging[node.group]
+                staging.give_back(batch.staging_slot)
             self._changed.notify_all()
         if batch.failure is not None:
             self._failed_copies.warn("copies between memories fail, what they carried is computed again: %s", batch.failure)
@@ -257,7 +287,8 @@ class TransferManager:
 
     def _finish(self, node: TransferNode) -> None:
         """Report a node. Lock held. The result is in the queue before anybody who waits for the node can go on."""
-        self._hold_no_longer(node)
+        if node.dependents:
+            self._hold_no_longer(node)
         self._graph.finish(node)
         self._outstanding -= 1
         if node.move is not None:
@@ -292,7 +323,7 @@ class TransferManager:
         While this is True no stream may be ordered behind these slots.
         """
         with self._lock:
-            return any(_waits_for_file(node) for node in self._graph.pending(group, indices))
+            return any(waits_for_file(node) for node in self._graph.pending(group, indices))
 
     def wait(self, group: int, indices: Iterable[PoolIndex], timeout: float | None) -> bool:
         """Wait until the writes pending on these slots now are over, file reads included, and their results can be drained.
@@ -301,7 +332,7 @@ class TransferManager:
             False when ``timeout`` seconds were not enough, or when the manager was closed without them.
         """
         with self._lock:
-            return self._wait_locked(self._graph.pending_writes(group, indices), _is_over, _deadline(timeout))
+            return self._wait_locked(self._graph.pending_writes(group, indices), is_over, deadline_of(timeout))
 
     def wait_for_files(self, group: int, indices: Iterable[PoolIndex], timeout: float | None) -> bool:
         """Wait until ``pending_files`` is False: a copy out of such a slot that is held behind a file keeps the engine from
@@ -311,7 +342,7 @@ class TransferManager:
             False when ``timeout`` seconds were not enough, or when the manager was closed without that.
         """
         with self._lock:
-            return self._wait_locked(self._graph.pending(group, indices), _is_on_its_way, _deadline(timeout))
+            return self._wait_locked(self._graph.pending(group, indices), is_on_its_way, deadline_of(timeout))
 
     def order_before_engine(self, engine_stream: EngineStream | None, group: int, indices: Iterable[PoolIndex],
                             timeout: float | None) -> bool:
@@ -323,7 +354,7 @@ class TransferManager:
         Returns:
             False when ``timeout`` seconds were not enough; the engine must not use the slots then.
         """
-        deadline = _deadline(timeout)
+        deadline = deadline_of(timeout)
         with self._lock:
             indices = list(indices)
             nodes = self._graph.pending(group, indices)
@@ -331,7 +362,7 @@ class TransferManager:
             if not nodes:
                 self._engine_begins((), group, indices, since)
                 return True
-            if not self._wait_locked(nodes, _is_on_a_stream, deadline):
+            if not self._wait_locked(nodes, is_on_a_stream, deadline):
                 return False
             # On one stream the last event stands for all before it.
             last: dict[Stream, TransferNode] = {}
@@ -341,12 +372,12 @@ class TransferManager:
                     last[node.stream] = node
             events = [node.event for node in last.values() if node.event is not None]
             self._engine_begins(events, group, indices, since)
-        if not self._device.engine_waits(engine_stream, events, _left(deadline)):
+        if not self._device.engine_waits(engine_stream, events, seconds_left(deadline)):
             return False
         if not all(event.is_done() for event in events):
             return True  # the device waits for them
         with self._lock:
-            return self._wait_locked(nodes, _is_over, deadline)
+            return self._wait_locked(nodes, is_over, deadline)
 
     def order_after_engine(self, engine_stream: EngineStream | None) -> None:
         """Copies issued from now on wait for what the engine has enqueued so far."""
@@ -372,17 +403,17 @@ class TransferManager:
             nodes = [node for node in nodes if not reached(node)]
             if not nodes:
                 return True
-            left = _left(deadline)
+            left = seconds_left(deadline)
             if self._abandoned or (left is not None and left <= 0.0):
                 return False
             self._changed.wait(left)
 
     def idle(self, timeout: float | None) -> bool:
         """Wait until everything issued has finished; False when ``timeout`` seconds were not enough."""
-        deadline = _deadline(timeout)
+        deadline = deadline_of(timeout)
         with self._lock:
             while self._outstanding:
-                left = _left(deadline)
+                left = seconds_left(deadline)
                 if self._abandoned or (left is not None and left <= 0.0):
                     return False
                 self._changed.wait(left)
@@ -453,35 +484,3 @@ class TransferManager:
 
 def _nothing() -> None:
     """Work that only marks a place in a stream."""
-
-
-def _deadline(timeout: float | None) -> float | None:
-    return None if timeout is None else time.monotonic() + timeout
-
-
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
-
-
-def _is_over(node: TransferNode) -> bool:
-    return node.state is NodeState.DONE
-
-
-def _is_on_a_stream(node: TransferNode) -> bool:
-    return not _waits_for_file(node)
-
-
-def _is_on_its_way(node: TransferNode) -> bool:
-    return not _waits_for_file(node)
-
-
-def _waits_for_file(node: TransferNode) -> bool:
-    return node.state is NodeState.HELD or node.state is NodeState.QUEUED
-
-
-def _as_exception(error: BaseException) -> Exception:
-    if isinstance(error, Exception):
-        return error
-    failure = TransferError(f"the copy was broken off: {error!r}")
-    failure.__cause__ = error
-    return failure

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.errors import TransferError
 from kvtier.io.streams import Event, Stream
+from kvtier.pools.pool_index import NVME
 from kvtier.tiering.ledger.moves import Move
 
 if TYPE_CHECKING:
@@ -48,10 +49,11 @@ class TransferNode:
         depends: what has to be over before this node's bytes may move.
         dependents: nodes held back by this one.
         event, stream, sequence: from SUBMITTED on; sequence counts the batches of a stream.
+        via: of a Move with an NVMe end, which staging memory it passes: NVME, the host's, or DIRECT, the device's.
     """
 
     __slots__ = ("batch", "blockers", "dependents", "depends", "destination", "error", "event", "group", "move",
-                 "number", "seconds", "sequence", "source", "state", "stream", "work", "writer")
+                 "number", "seconds", "sequence", "source", "state", "stream", "via", "work", "writer")
 
     def __init__(self, work: Work, number: int, group: int, source: int, destination: int, move: Move | None) -> None:
         self.work = work
@@ -71,6 +73,7 @@ class TransferNode:
         self.event: Event | None = None
         self.stream: Stream | None = None
         self.sequence = 0
+        self.via = NVME
 
     def __lt__(self, other: TransferNode) -> bool:
         return self.number < other.number

@@ -46,6 +46,7 @@ class CompletionQueue:
 
     def __init__(self, groups: Sequence[LayerGroup]) -> None:
         self._groups = groups
+        self._block_bytes = [group.block_bytes for group in groups]
         self._results: deque[MoveResult] = deque()
         self._counters: dict[int, TransferCounters] = {}
 
@@ -57,7 +58,7 @@ class CompletionQueue:
             counters = self._counters[route] = TransferCounters()
         num_bytes = 0
         if error is None:
-            num_bytes = self._groups[move.group].copied_bytes(move.num_tokens)
+            num_bytes = self._groups[move.group].copied_bytes(move.num_tokens) if move.num_tokens else self._block_bytes[move.group]
             counters.blocks += 1
             counters.bytes += num_bytes
         else:

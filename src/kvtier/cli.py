@@ -50,6 +50,8 @@ def _folder(text: str | None, option: str) -> Path | None:
 
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", parser=_json_file, help="Write all figures to FILE.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE", parser=_json_file,
+                                                       help="Draw the figures into FILE (png, svg, pdf).")]
 Quick = Annotated[bool, typer.Option("--quick", help="A short run, for a first look.")]
 
 
@@ -99,18 +101,27 @@ def doctor(directory: Annotated[str | None, typer.Option(metavar="DIR", help="Fo
 
 
 @bench.command("copy")
-def bench_copy(json: JsonFile = None, quick: Quick = False) -> None:
+def bench_copy(json: JsonFile = None, plot: PlotFile = None, quick: Quick = False) -> None:
     """Copies between primary and secondary beside a plain memory copy of the same block size."""
     from kvtier.bench.copy import run_copy
-    raise typer.Exit(run_copy(json_file=json, quick=quick))
+    raise typer.Exit(run_copy(json_file=json, quick=quick, plot_file=plot))
 
 
 @bench.command("nvme")
 def bench_nvme(directory: Annotated[str | None, typer.Option(metavar="DIR", help="Folder on the drive to measure.")] = None,
-               json: JsonFile = None, quick: Quick = False) -> None:
+               json: JsonFile = None, plot: PlotFile = None, quick: Quick = False) -> None:
     """Block reads and writes beside raw direct I/O of the same size, bytes verified."""
     from kvtier.bench.nvme import run_nvme
-    raise typer.Exit(run_nvme(directory=_folder(directory, "--directory"), json_file=json, quick=quick))
+    raise typer.Exit(run_nvme(directory=_folder(directory, "--directory"), json_file=json, quick=quick, plot_file=plot))
+
+
+@bench.command("gds")
+def bench_gds(directory: Annotated[str | None, typer.Option(metavar="DIR", help="Folder on the drive to measure.")] = None,
+              device: Annotated[str, typer.Option(metavar="cuda:N", help="Which GPU.")] = "cuda:0",
+              json: JsonFile = None, quick: Quick = False) -> None:
+    """Blocks between GPU and NVMe beside KvikIO's own reads and writes, for each setting; needs GPUDirect Storage."""
+    from kvtier.bench.gds import run_gds
+    raise typer.Exit(run_gds(directory=_folder(directory, "--directory"), json_file=json, quick=quick, device=device))
 
 
 @bench.command("integrity")

@@ -23,6 +23,6 @@ class Level(enum.IntEnum):
 class TransferMode(enum.Enum):
     """How a request's bytes travel between levels. It changes the path, never the level."""
 
-    DRAM = "dram"                                #: through host memory
-    GDS = "gds"                                  #: GPUDirect Storage where it is available
+    DRAM = "dram"                                #: as the tier is set up: NVMe directly where ``gds`` works, else through host memory
+    GDS = "gds"                                  #: a wish for the direct way: where the tier has none, counted in ``fallbacks`` and said
     POSIX_DEBUG_FALLBACK = "posix_debug_fallback"  #: one file per block in the request's own directory, for debugging

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvtier.bench import copy as copy_bench
+from kvtier.bench import plot
 from kvtier.bench import report as report_module
 from kvtier.bench.copy import CopyPlan, run_copy
 from kvtier.errors import ConfigError
@@ -20,10 +21,10 @@ from kvtier.pools.host_memory import HostMemory
 from kvtier.pools.layout import KVLayout
 from kvtier.pools.pool_index import PRIMARY
 from kvtier.tiering import transfer
+from kvtier.tiering.copy_batch import CopyBatch
 
 TINY = CopyPlan(num_blocks=8, batch_blocks=3, rounds=3)
 SMALL_BLOCKS = CopyPlan(num_blocks=8, batch_blocks=3, rounds=3, group=KVLayout.uniform(2, 2, 64, "bfloat16", 8).groups[0])
-MAIN_ROWS = ["copy/primary->secondary/2MiB", "copy/secondary->primary/2MiB", "copy/primary->primary/2MiB"]
 
 
 def test_the_rows_are_named_as_the_design_says_and_each_stands_beside_memcpy(tmp_path: Path) -> None:
@@ -31,15 +32,21 @@ def test_the_rows_are_named_as_the_design_says_and_each_stands_beside_memcpy(tmp
     assert run_copy(figures, quick=True, plan=TINY) == 0
     written = json.loads(figures.read_text())
     rows = {row["name"]: row for row in written["results"]}
-    assert list(rows) == [name for main in MAIN_ROWS for name in (main, f"{main}/submit")] + [
-        "copy/primary->secondary/2MiB/runs", "copy/primary->primary/2MiB/partial"]
+    there, back = "copy/primary->secondary/2MiB", "copy/secondary->primary/2MiB"
+    assert list(rows) == [
+        there, f"{there}/submit", f"{there}/noise", back, f"{back}/submit", f"{back}/noise",
+        "copy/primary->primary/2MiB", "copy/primary->primary/2MiB/submit", f"{there}/runs", f"{there}/scattered", f"{back}/scattered",
+        "copy/both-directions/2MiB", "copy/primary->primary/2MiB/partial", f"{there}/layers", f"{back}/layers"]
+    assert rows["copy/both-directions/2MiB"]["limit"]["name"] == "libc memcpy, 2 threads"
     for name, row in rows.items():
         assert 0.0 < row["low"] <= row["median"] <= row["high"]
         if name.endswith("/submit"):
             assert (row["unit"], row["limit"], row["ratio"]) == ("us/block", None, None)
+        elif name.endswith("/noise"):
+            assert (row["unit"], row["limit"], row["ratio"]) == ("x", None, None)
         else:
             assert row["unit"] == "GB/s"
-            assert row["limit"]["name"] == "libc memcpy"
+            assert row["limit"]["name"].startswith("libc memcpy")
             assert row["limit"]["value"] > 0.0
             assert row["ratio"] > 0.0
     assert written["config"]["block_bytes"] == 2 << 20
@@ -62,6 +69,8 @@ def test_one_wrong_byte_makes_a_row_invalid_and_the_exit_code_1(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def with_wrong_bytes(pools: GroupPools, staging: HostArena | None, device: str) -> dict[tuple[int, int], Copier]:
         copiers = open_copiers(pools, staging, device)
+        if pools.primary.layer_first:
+            return copiers
         copiers[PRIMARY, PRIMARY] = WrongByte(copiers[PRIMARY, PRIMARY], host_rows(pools.primary))
         return copiers
 
@@ -87,6 +96,7 @@ def test_a_copy_that_was_not_carried_out_is_noticed(tmp_path: Path, monkeypatch:
         if not 6 < calls <= 9:
             genuine(self, pairs, num_tokens)
 
+    monkeypatch.setattr(CopyBatch, "plan", lambda _: None)  # or the copier would be asked for its calls beforehand
     monkeypatch.setattr(HostCopier, "copy", lazy_in_the_third_round)
     figures = tmp_path / "copy.json"
     assert run_copy(figures, plan=SMALL_BLOCKS) == 1
@@ -98,6 +108,7 @@ def test_a_failed_copy_makes_its_row_invalid(monkeypatch: pytest.MonkeyPatch, ca
     def fail(self: HostCopier, pairs: Sequence[tuple[int, int]], num_tokens: int = 0) -> None:
         raise RuntimeError("the bus is on fire")
 
+    monkeypatch.setattr(CopyBatch, "plan", lambda _: None)  # or the copier would be asked for its calls beforehand
     monkeypatch.setattr(HostCopier, "copy", fail)
     assert run_copy(plan=SMALL_BLOCKS) == 1
     assert "the bus is on fire" in " ".join(capsys.readouterr().out.split())
@@ -125,8 +136,30 @@ def test_a_plan_without_work_is_refused(plan: CopyPlan) -> None:
 def test_the_pools_are_larger_than_the_last_level_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_bench, "last_level_cache_bytes", lambda: 512 << 20)
     for quick in (True, False):
-        plan = CopyPlan.for_this_machine(quick)
-        assert plan.num_blocks // 2 * plan.group.block_bytes >= 1 << 30
+        for plan in CopyPlan.for_this_machine(quick):
+            assert plan.num_blocks // 2 * plan.group.block_bytes >= 1 << 30
+
+
+def test_blocks_from_64_kib_to_8_mib_are_measured_with_at_least_seven_rounds() -> None:
+    plans = CopyPlan.for_this_machine(quick=False)
+    assert sorted(plan.group.block_bytes >> 10 for plan in plans) == [64, 256, 512, 1024, 2048, 8192]
+    assert all(plan.rounds >= 7 for plan in plans)
+    assert [plan.group.block_bytes for plan in plans if plan.is_main] == [2 << 20]
+
+
+def test_a_size_that_is_not_the_main_one_has_its_main_rows_only(tmp_path: Path) -> None:
+    figures = tmp_path / "copy.json"
+    assert run_copy(figures, plan=[CopyPlan(8, 3, 3, SMALL_BLOCKS.group, is_main=False)]) == 0
+    names = [row["name"] for row in json.loads(figures.read_text())["results"] if row["limit"]]
+    assert names == ["copy/primary->secondary/8KiB", "copy/secondary->primary/8KiB", "copy/primary->secondary/8KiB/layers",
+                     "copy/secondary->primary/8KiB/layers"]
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_bench, "_measure", lambda *_: pytest.fail("measured all the same"))
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvtier\[bench\]'"):
+        run_copy(plot_file=tmp_path / "copy.png", plan=SMALL_BLOCKS)
 
 
 def test_torch_has_as_many_threads_afterwards_as_before() -> None:

@@ -14,6 +14,7 @@ from kvtier.pools.host_arena import HostArena
 from kvtier.pools.layout import KVLayout
 from kvtier.pools.pool_index import PRIMARY, SECONDARY
 from kvtier.tiering import transfer
+from kvtier.tiering.copy_batch import CopyBatch
 
 TINY = GpuCopyPlan(num_blocks=8, batch_blocks=3, rounds=5)
 SMALL_BLOCKS = GpuCopyPlan(num_blocks=8, batch_blocks=3, rounds=5, group=KVLayout.uniform(2, 2, 64, "bfloat16", 8).groups[0])
@@ -69,6 +70,7 @@ def test_a_copy_that_was_not_carried_out_is_noticed(monkeypatch: pytest.MonkeyPa
         calls += 1
         copy(self, pairs if calls < 12 else pairs[:-1], num_tokens)
 
+    monkeypatch.setattr(CopyBatch, "plan", lambda _: None)  # or the copier would be asked for its calls beforehand
     monkeypatch.setattr(HostCopier, "copy", sometimes)
     assert measure_gpu_copies(SMALL_BLOCKS, device="cpu").invalid
 

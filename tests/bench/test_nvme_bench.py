@@ -41,7 +41,7 @@ def without_fio(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measure(directory: Path, plan: NvmePlan = SMALL, faults: Faults | None = None) -> tuple[int, dict]:
     figures = directory.parent / f"{directory.name}.json"
-    code = run_nvme(directory, figures, plan=plan, faults=faults, first_token=False)
+    code = run_nvme(directory, figures, plan=plan, faults=faults, first_token=False, warm_start=False)
     return code, json.loads(figures.read_text())
 
 
@@ -53,16 +53,19 @@ def test_the_rows_are_named_as_the_design_says_and_each_stands_beside_plain_io(t
     code, written = measure(tmp_path, TWO_MEBIBYTES)
     assert code == 0
     rows = {row["name"]: row for row in written["results"]}
-    assert list(rows) == ["nvme/write/2MiB", "nvme/read/2MiB"]
-    for row in rows.values():
+    assert list(rows) == [f"nvme/{verb}/2MiB{suffix}" for verb in ("write", "read") for suffix in ("", "/cpu", "/noise")]
+    for name in ("nvme/write/2MiB", "nvme/read/2MiB"):
+        row = rows[name]
         assert row["unit"] == "GB/s"
         assert 0.0 < row["low"] <= row["median"] <= row["high"]
         assert row["limit"]["value"] > 0.0
         assert row["ratio"] > 0.0
         assert row["peers"] == {}
     how = "O_DIRECT" if written["config"]["direct_io"] else "page-cache"
-    assert rows["nvme/write/2MiB"]["limit"]["name"] == f"{how} pwrite, 1 thread"
-    assert rows["nvme/read/2MiB"]["limit"]["name"] == f"{how} pread, 2 threads"
+    assert rows["nvme/write/2MiB"]["limit"]["name"] == f"{how} pread and pwrite, 2 threads"
+    assert rows["nvme/read/2MiB/cpu"]["limit"]["name"] == f"{how} pread and pwrite, 2 threads"
+    assert rows["nvme/read/2MiB/cpu"]["median"] > 0.0
+    assert rows["nvme/read/2MiB/noise"]["unit"] == "x"
     assert written["machine"]["directory"] == str(tmp_path)
 
 
@@ -78,7 +81,7 @@ def test_nothing_is_left_in_the_directory_after_a_crash_either(tmp_path: Path, m
 
     monkeypatch.setattr(RawFile, "read", refuse)
     with pytest.raises(OSError, match="Input/output error"):
-        run_nvme(tmp_path, plan=SMALL, first_token=False)
+        run_nvme(tmp_path, plan=SMALL, first_token=False, warm_start=False)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -128,7 +131,7 @@ def test_where_direct_io_is_refused_the_table_the_notes_and_the_limit_say_so(
     assert code == 0
     assert written["config"]["direct_io"] is False
     assert "Invalid argument" in written["config"]["direct_io_refusal"]
-    assert [row["limit"]["name"] for row in written["results"]] == ["page-cache pwrite, 1 thread", "page-cache pread, 2 threads"]
+    assert {row["limit"]["name"] for row in written["results"] if row["limit"]} == {"page-cache pread and pwrite, 2 threads"}
     assert "page-cache figures" in " ".join(capsys.readouterr().out.split())
     assert caplog.messages == []  # the store would say it once for each round
 
@@ -143,7 +146,7 @@ def test_memory_that_looks_like_a_drive_is_called_memory(tmp_path: Path, monkeyp
 def test_a_directory_that_cannot_be_measured_is_refused_by_name(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "a-file").write_text("mine")
     with pytest.raises(ConfigError, match=message):
-        run_nvme(tmp_path / name, plan=SMALL, first_token=False)
+        run_nvme(tmp_path / name, plan=SMALL, first_token=False, warm_start=False)
 
 
 def test_a_file_system_that_refuses_new_folders_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +155,7 @@ def test_a_file_system_that_refuses_new_folders_is_a_clear_error(tmp_path: Path,
 
     monkeypatch.setattr(nvme_bench.tempfile, "mkdtemp", refuse)
     with pytest.raises(ConfigError, match=r"cannot be written \(Read-only file system\); name a folder"):
-        run_nvme(tmp_path, plan=SMALL, first_token=False)
+        run_nvme(tmp_path, plan=SMALL, first_token=False, warm_start=False)
 
 
 def test_an_unwritable_json_file_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,19 +167,19 @@ def test_an_unwritable_json_file_is_refused_before_anything_is_written(tmp_path:
 def test_too_little_room_on_the_drive_is_refused_with_both_sizes_and_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvme_bench, "free_disk_bytes", lambda _: 1 << 20)
     with pytest.raises(ConfigError, match=r"wants .* available are 1\.00 MiB .*; free some space, name another drive or use --quick"):
-        run_nvme(tmp_path, plan=SMALL, first_token=False)
+        run_nvme(tmp_path, plan=SMALL, first_token=False, warm_start=False)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_too_little_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_module, "host_memory", lambda: HostMemory(1 << 10, 1 << 30, "MemAvailable", None))
     with pytest.raises(ConfigError, match="use --quick"):
-        run_nvme(tmp_path, plan=SMALL, first_token=False)
+        run_nvme(tmp_path, plan=SMALL, first_token=False, warm_start=False)
 
 
 @pytest.mark.parametrize("plan", [NvmePlan(3, 1, 1.0), NvmePlan(4, 0, 1.0), NvmePlan(4, 1, 1.0, block_bytes=1000)])
 def test_a_plan_that_cannot_be_measured_is_refused(tmp_path: Path, plan: NvmePlan) -> None:
-    with pytest.raises(ConfigError, match="multiple of the read threads"):
+    with pytest.raises(ConfigError, match="multiple of the depth"):
         run_nvme(tmp_path, plan=plan)
 
 
@@ -184,7 +187,7 @@ def test_a_slow_drive_gets_three_rounds(tmp_path: Path) -> None:
     faults = Faults([FaultRule(FaultKind.DELAY, FaultOperation.WRITE, seconds=0.01)])
     _, written = measure(tmp_path, NvmePlan(num_blocks=4, rounds=50, seconds=0.0, block_bytes=8192), faults)
     assert faults.counts()["nvme.write.delay"] == 4 * (1 + 3)
-    assert len(written["results"]) == 2
+    assert len(written["results"]) == 6
 
 
 def test_a_plain_write_that_the_drive_cuts_short_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,9 +225,12 @@ def test_where_fio_is_installed_it_has_its_own_rows_and_is_a_peer_of_ours(tmp_pa
     code, written = measure(tmp_path / "drive")
     assert code == 0
     rows = {row["name"]: row for row in written["results"]}
-    assert list(rows) == ["nvme/write/8KiB", "nvme/write/8KiB/fio", "nvme/read/8KiB", "nvme/read/8KiB/fio"]
-    assert rows["nvme/read/8KiB/fio"]["median"] == pytest.approx(4 * 8192 / 0.016 / 1e9)
-    assert rows["nvme/read/8KiB"]["peers"].keys() == {"fio"}
+    how = "O_DIRECT" if written["config"]["direct_io"] else "page-cache"
+    for name in ("nvme/write/8KiB", "nvme/read/8KiB"):
+        assert rows[name]["limit"]["name"] == f"fio, {how} psync, 2 threads"
+        assert rows[name]["limit"]["value"] == pytest.approx(4 * 8192 / 0.016 / 1e9)
+        assert rows[name]["peers"].keys() == {f"{how} pread and pwrite, 2 threads"}
+        assert rows[f"{name}/noise"]["median"] == 1.0
 
 
 @pytest.mark.parametrize(("ending", "message"), [("sys.exit('fio: engine psync not loadable')", "engine psync not loadable"),
@@ -235,8 +241,9 @@ def test_a_fio_that_does_not_work_here_is_left_out_with_its_reason(
     (tmp_path / "drive").mkdir()
     code, written = measure(tmp_path / "drive")
     assert code == 0
-    assert [row["name"] for row in written["results"]] == ["nvme/write/8KiB", "nvme/read/8KiB"]
-    assert message in written["config"]["notes"][0]
+    assert {row["limit"]["name"] for row in written["results"] if row["limit"]} == {written["results"][1]["limit"]["name"]}
+    assert "pread and pwrite" in written["results"][0]["limit"]["name"]
+    assert any(message in note for note in written["config"]["notes"])
 
 
 # -- time to first token -----------------------------------------------------------------------------------------------------
@@ -259,7 +266,7 @@ def replace_first_token(monkeypatch: pytest.MonkeyPatch, outcome: ResultRow | Ex
 
 def measure_with_first_token(directory: Path) -> tuple[int, dict]:
     figures = directory.parent / f"{directory.name}.json"
-    code = run_nvme(directory, figures, plan=SMALL)
+    code = run_nvme(directory, figures, plan=SMALL, warm_start=False)
     return code, json.loads(figures.read_text())
 
 
@@ -267,7 +274,8 @@ def test_the_time_to_first_token_is_measured_on_the_same_drive_and_has_a_row(tmp
     folders = replace_first_token(monkeypatch, ResultRow("nvme/first-token", "s", 0.2, 0.1, 0.3, Limit("recomputing", 2.0), 10.0))
     code, written = measure_with_first_token(tmp_path)
     assert code == 0
-    assert [row["name"] for row in written["results"]] == ["nvme/write/8KiB", "nvme/read/8KiB", "nvme/first-token"]
+    assert [row["name"] for row in written["results"] if row["unit"] != "us/block" and row["unit"] != "x"] == [
+        "nvme/write/8KiB", "nvme/read/8KiB", "nvme/first-token"]
     assert tmp_path in folders[0].parents
 
 
@@ -278,7 +286,7 @@ def test_without_the_model_the_row_is_left_out_and_a_line_says_why(
     replace_first_token(monkeypatch, error)
     code, written = measure_with_first_token(tmp_path)
     assert code == 0
-    assert [row["name"] for row in written["results"]] == ["nvme/write/8KiB", "nvme/read/8KiB"]
+    assert "nvme/first-token" not in {row["name"] for row in written["results"]}
     shown = " ".join(capsys.readouterr().out.split())
     assert "nvme/first-token is left out" in shown
     assert "make venv" in shown
@@ -295,7 +303,33 @@ def test_a_different_first_token_is_a_failed_check(tmp_path: Path, monkeypatch: 
 def test_a_broken_import_of_our_own_is_not_taken_for_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_first_token(monkeypatch, ModuleNotFoundError("a bug", name="kvtier.nowhere"))
     with pytest.raises(ModuleNotFoundError, match="a bug"):
-        run_nvme(tmp_path, plan=SMALL)
+        run_nvme(tmp_path, plan=SMALL, warm_start=False)
+
+
+# -- other rows --------------------------------------------------------------------------------------------------------------
+
+def test_the_warm_start_has_its_rows_and_a_failure_of_it_is_a_failed_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def rows(folder: Path, *, num_blocks: int) -> list[ResultRow]:
+        asked.append(num_blocks)
+        if len(asked) > 1:
+            raise TransferError("blocks are missing")
+        return [ResultRow("nvme/warm_start/10k", "s", 0.1, 0.1, 0.1, Limit("0.5 s per 100,000 blocks", 0.05), 0.5)]
+
+    monkeypatch.setattr("kvtier.bench.warm_start.warm_start_rows", rows)
+    figures = tmp_path / "nvme.json"
+    assert run_nvme(tmp_path, figures, quick=True, plan=SMALL, first_token=False) == 0
+    assert json.loads(figures.read_text())["results"][-1]["name"] == "nvme/warm_start/10k"
+    assert run_nvme(tmp_path, figures, plan=SMALL, first_token=False) == 1
+    assert asked == [10_000, 100_000]
+
+
+def test_sizes_from_64_kib_to_8_mib_and_at_least_seven_rounds() -> None:
+    assert sorted(plan.block_bytes >> 10 for plan in NvmePlan.usual(quick=False)) == [64, 256, 1024, 2048, 8192]
+    for quick in (True, False):
+        assert all(plan.rounds >= 7 for plan in NvmePlan.usual(quick))
+        assert NvmePlan.usual(quick)[0].block_bytes == 2 << 20
 
 
 # -- the command -------------------------------------------------------------------------------------------------------------

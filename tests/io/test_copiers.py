@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier.io import copiers
-from kvtier.io.copiers import open_copiers
+from kvtier.io import copiers, row_copier
+from kvtier.io.copiers import HostCopier, open_copiers
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.layout import KVLayout
@@ -84,7 +82,7 @@ def test_exactly_the_named_slots_are_copied(place: Place, route: tuple[int, int]
 @given(data=st.data())
 def test_any_set_of_independent_pairs_is_copied_byte_for_byte(
         place: Place, data: st.DataObject, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copiers, "GATHER_BYTES", data.draw(st.sampled_from([1, 20_000, 1 << 20])))
+    monkeypatch.setattr(row_copier, "CALL_BYTES", data.draw(st.sampled_from([1, 20_000, 1 << 20])))
     route = data.draw(st.sampled_from(DISTINCT))
     slots = st.integers(0, SLOTS - 1)
     pairs = data.draw(st.lists(st.tuples(slots, slots), max_size=SLOTS, unique_by=lambda pair: pair[1]))
@@ -123,29 +121,31 @@ def test_a_slot_outside_the_pool_copies_nothing(place: Place, pair: tuple[int, i
     np.testing.assert_array_equal(rows_of(place, SECONDARY), before)
 
 
-def test_many_blocks_take_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_blocks_take_few_calls() -> None:
     """Each call that releases the GIL may wait a switch interval to get it back."""
     place = make_pools(PAGES)
-    fill(place)
-    calls: list[str] = []
-
-    def counted(name: str, function: Callable[..., object]) -> Callable[..., object]:
-        def call(*arguments: object, **keywords: object) -> object:
-            calls.append(name)
-            return function(*arguments, **keywords)
-        return call
-
-    monkeypatch.setattr(np, "copyto", counted("copyto", np.copyto))
-    monkeypatch.setattr(np, "take", counted("take", np.take))
     copier = open_copiers(place[0], place[1], "cpu")[SECONDARY, PRIMARY]
-    copier.copy([(slot, slot) for slot in range(SLOTS)])
-    assert calls == ["copyto"]
-    calls.clear()
-    copier.copy([(SLOTS - 1 - slot, slot) for slot in range(SLOTS)])
-    assert calls == ["take"]
-    calls.clear()
-    copier.copy([(1, 1), (0, 2), (5, 7)])
-    assert sorted(calls) == ["copyto", "take"]
+    assert isinstance(copier, HostCopier)
+    assert len(copier.plan([(slot, slot) for slot in range(SLOTS)])) == 1
+    assert len(copier.plan([(SLOTS - 1 - slot, slot) for slot in range(SLOTS)])) == 1
+    assert len(copier.plan([(slot, slot * 5 % SLOTS) for slot in range(SLOTS)])) == 1  # neighbours that are scattered
+    assert len(copier.plan([(slot * 5 % SLOTS, slot) for slot in range(SLOTS)])) == 1  # scattered that become neighbours
+    assert len(copier.plan([(1, 1), (0, 2), (5, 7)])) == 2
+
+
+def test_a_call_that_was_planned_copies_when_it_is_made() -> None:
+    place = make_pools(PAGES)
+    fill(place)
+    copier = open_copiers(place[0], place[1], "cpu")[SECONDARY, PRIMARY]
+    assert isinstance(copier, HostCopier)
+    before = rows_of(place, SECONDARY).copy()
+    calls = copier.plan([(3, 1), (0, 2), (5, 7), (6, 9)])
+    np.testing.assert_array_equal(rows_of(place, SECONDARY), before)
+    for call in calls:
+        call()
+    for source, destination in [(3, 1), (0, 2), (5, 7), (6, 9)]:
+        before[destination] = rows_of(place, PRIMARY)[source]
+    np.testing.assert_array_equal(rows_of(place, SECONDARY), before)
 
 
 def test_without_a_secondary_level_there_is_no_route_to_it() -> None:

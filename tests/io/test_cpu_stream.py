@@ -191,3 +191,42 @@ def test_on_the_cpu_the_engine_waits_on_the_host_and_has_nothing_pending(stream:
 def test_an_unknown_device_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="use 'cpu', 'cuda' or 'cuda:N'"):
         open_device(name)
+
+
+def test_what_is_over_is_reported_in_order_while_the_next_work_runs() -> None:
+    stream = CpuStream("test")
+    reported: list[int] = []
+    second_began, first_reported = threading.Event(), threading.Event()
+
+    def second() -> None:
+        second_began.set()
+        assert first_reported.wait(10.0)  # it would never come if the worker had to call back itself
+
+    def first_over(_event: object) -> None:
+        assert second_began.wait(10.0)
+        reported.append(1)
+        first_reported.set()
+
+    gate = threading.Event()
+    stream.submit(lambda: gate.wait(10.0) and None)
+    stream.submit(lambda: None, done=first_over)
+    last = stream.submit(second, done=lambda _event: reported.append(2))
+    gate.set()
+    assert last.wait(10.0)
+    assert stream.close(10.0)  # has reported everything when it is True
+    assert last.error is None
+    assert reported == [1, 2]
+
+
+def test_a_callback_that_hangs_does_not_make_close_hang() -> None:
+    stream = CpuStream("test")
+    gate, release = threading.Event(), threading.Event()
+    stream.submit(lambda: gate.wait(10.0) and None)
+    stream.submit(lambda: None, done=lambda _event: release.wait(10.0) and None)
+    stream.submit(lambda: None, done=lambda _event: None)
+    gate.set()
+    try:
+        assert not stream.close(0.2)
+    finally:
+        release.set()
+    assert stream.close(10.0)

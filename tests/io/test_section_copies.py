@@ -14,7 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier.io.copiers import open_copiers
+from kvtier.errors import ConfigError
+from kvtier.io.copiers import HostCopier, open_copiers
 from kvtier.io.cuda_stream import CudaStream
 from kvtier.io.device import CudaDevice
 from kvtier.pools.group_pools import GroupPools
@@ -45,9 +46,9 @@ def group_of(name: str) -> LayerGroup:
 class Place:
     """Three memories of one group with random content."""
 
-    def __init__(self, group: LayerGroup) -> None:
+    def __init__(self, group: LayerGroup, layer_first: bool = False) -> None:
         self.group = group
-        self.pools = GroupPools(group, PrimaryPool(group, SLOTS, "cpu"), HostArena(SLOTS, group.block_bytes, pin=False))
+        self.pools = GroupPools(group, PrimaryPool(group, SLOTS, "cpu", layer_first), HostArena(SLOTS, group.block_bytes, pin=False))
         self.staging = HostArena(SLOTS, group.block_bytes, pin=False)
         self.fill()
 
@@ -132,6 +133,41 @@ QUIET = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], ma
 @given(route=st.sampled_from(ROUTES), pairs=PAIRS, num_tokens=st.integers(-1, TOKENS + 1))
 def test_every_section_of_a_block_arrives(place: Place, route: tuple[int, int], pairs: list[tuple[int, int]], num_tokens: int) -> None:
     check(place, open_copiers(place.pools, place.staging, "cpu")[route].copy, route, pairs, num_tokens)
+
+
+@pytest.fixture(params=GROUPS)
+def layer_first(request: pytest.FixtureRequest) -> Place:
+    return Place(group_of(request.param), layer_first=True)
+
+
+@QUIET
+@given(route=st.sampled_from(ROUTES), pairs=PAIRS, num_tokens=st.integers(-1, TOKENS + 1))
+def test_every_section_of_a_block_arrives_from_and_in_a_layer_first_pool(
+        layer_first: Place, route: tuple[int, int], pairs: list[tuple[int, int]], num_tokens: int) -> None:
+    check(layer_first, open_copiers(layer_first.pools, layer_first.staging, "cpu")[route].copy, route, pairs, num_tokens)
+
+
+def test_a_batch_of_blocks_of_a_layer_first_pool_is_one_call() -> None:
+    group = KVLayout([LayerSpec.attention(2, 128, dtype="bfloat16")] * 4, "bfloat16", TOKENS).groups[0]  # 4 layers of 4 KiB
+    pools = GroupPools(group, PrimaryPool(group, SLOTS, "cpu", layer_first=True), HostArena(SLOTS, group.block_bytes, pin=False))
+    copiers = open_copiers(pools, None, "cpu")
+    for route, pairs in (((SECONDARY, PRIMARY), [(5, 2), (1, 3), (7, 4)]), ((PRIMARY, SECONDARY), [(2, 5), (3, 1), (4, 7)])):
+        copier = copiers[route]
+        assert isinstance(copier, HostCopier)
+        assert len(copier.plan(pairs)) == 1
+
+
+def test_what_a_layer_first_pool_does_not_have_it_says() -> None:
+    pool = Place(group_of("plain"), layer_first=True).pools.primary
+    assert pool.layer_buffer(1).is_contiguous()
+    with pytest.raises(ConfigError, match="no pages over all layers"):
+        _ = pool.pages
+
+
+def test_a_layer_first_pool_on_cuda_is_refused() -> None:
+    place = Place(group_of("plain"), layer_first=True)
+    with pytest.raises(ConfigError, match="on the CPU only"):
+        open_copiers(place.pools, place.staging, "cuda:0")
 
 
 @QUIET

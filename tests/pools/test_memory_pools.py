@@ -113,9 +113,11 @@ def test_arena_slots_start_on_pages_and_are_padded_to_pages(block_bytes: int) ->
 
 
 def test_the_arena_is_never_rounded_up_to_a_power_of_two() -> None:
-    arena = HostArena(33, 1 << 20, pin=False)
-    assert len(arena._memory) == 33 << 20
-    arena.close()
+    for slots, mapped in ((33, 34), (3, 3)):  # whole huge pages, where there is more than one
+        arena = HostArena(slots, 1 << 20, pin=False)
+        assert len(arena._memory) == mapped << 20
+        assert len(arena.rows) == slots
+        arena.close()
 
 
 @pytest.mark.parametrize(("slots", "block_bytes"), [(0, 10), (-1, 10), (2, 0)])

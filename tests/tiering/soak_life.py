@@ -125,7 +125,8 @@ class Traveller:
     def _admit(self) -> None:
         generator = self._generator
         prompt = [*tokens_of(generator.randrange(FAMILIES), generator.randrange(4, 40)), generator.randrange(3)]
-        self.engine.admit(self.engine.request(next(self._ids), prompt, cache_salt=generator.choice([None, None, None, "tenant"])))
+        self.engine.admit(self.engine.request(next(self._ids), prompt, cache_salt=generator.choice([None, None, None, "tenant"]),
+                                              beam_width=generator.choice([1, 1, 1, 2])))
         self.requests += 1
 
     def _go_on(self) -> None:
@@ -157,7 +158,8 @@ class Life:
         primary, secondary = generator.randrange(24, 48), generator.randrange(4, 16)
         config = TierConfig(primary=[f"{primary} blocks"] * groups, secondary=[f"{secondary} blocks"] * groups,
                             nvme=f"{NVME_BLOCKS} blocks", nvme_directory=self.directory, nvme_free_space_reserve="1MiB",
-                            max_seq_len=128, read_threads=2,
+                            nvme_sync=generator.random() < 0.2, max_seq_len=128, max_beam_width=2, read_threads=2,
+                            chunk_size=generator.choice([None, None, 2 * self.layout.tokens_per_block]),
                             write_ahead_share=generator.choice([0.25, 1.0]), keep_backing=generator.random() < 0.7,
                             **({"faults": faults} if faults else {}))
         return KVCacheManager(self.layout, config, device="cpu", model=MODEL)

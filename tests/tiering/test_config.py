@@ -163,8 +163,8 @@ def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
     ({"nvme_directory": "${NOT_SET_ANYWHERE}/x"}, r"NOT_SET_ANYWHERE\} is not set"),
     ({"nvme_directory": "~nobody-of-this-name/x"}, "cannot be expanded"),
     ({"nvme": "1 blocks"}, "nvme_directory"),
-    ({"nvme": "1 blocks", "nvme_directory": "x"}, "needs GDS, which is not included yet"),
-    ({"nvme": ["0 blocks", "1 blocks"], "secondary": ["1 blocks", "0 blocks"], "nvme_directory": "x"}, "needs GDS"),
+    ({"nvme": "1 blocks", "nvme_directory": "x"}, "needs GPUDirect Storage; set"),
+    ({"nvme": ["0 blocks", "1 blocks"], "secondary": ["1 blocks", "0 blocks"], "nvme_directory": "x"}, "needs GPUDirect"),
     ({"faults": 3}, "must be a Faults"),
     ({"clock": 3}, "must be a function"), ({"allreduce_min": 3}, "must be a function"),
 ])
@@ -279,3 +279,11 @@ def test_a_fault_nobody_knows_is_refused_with_the_nearest() -> None:
 def test_configuration_needs_no_torch() -> None:
     code = "import sys, kvtier.tiering.config, kvtier.pools.sizing; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_write_bandwidth_is_a_size_in_bytes_or_nothing() -> None:
+    assert TierConfig().nvme_write_bytes_per_second is None
+    assert TierConfig(nvme_write_bandwidth="1KiB/s").nvme_write_bytes_per_second == 1024.0
+    for wrong in ("10 blocks", "50%", "0GiB/s", "1GiB"):
+        with pytest.raises(ConfigError, match="nvme_write_bandwidth"):
+            TierConfig(nvme_write_bandwidth=wrong)

@@ -212,3 +212,37 @@ def test_the_printed_report_shows_verdict_and_next_step() -> None:
     assert said[0].split() == ["warn", "memlock", "8", "MiB"]
     assert "-> ulimit -l unlimited" in said[1]
     assert "gds" in said[-1]
+
+
+# -- GPUDirect ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gds", "reason", "status"), [
+    ("off", "never asked", Status.OK), ("auto", None, Status.OK), ("auto", "no nvidia-fs", Status.WARN), ("required", None, Status.OK),
+    ("required", "no nvidia-fs", Status.FAIL)])
+def test_gpudirect_is_what_another_process_found_out_in_this_folder(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gds: str, reason: str | None, status: Status) -> None:
+    asked: list[Path] = []
+
+    def probe(folder: Path, device: str) -> str | None:
+        asked.append(folder)
+        return reason
+
+    monkeypatch.setenv("KVTIER_GDS", gds)
+    monkeypatch.setattr(doctor, "_gpu", lambda: GPU)
+    monkeypatch.setattr(doctor, "obstacle", lambda device, folder: None)
+    monkeypatch.setattr(doctor, "try_directory", probe)
+    found = line(examine(tmp_path), "GPUDirect")
+    assert found.status is status
+    assert asked == ([] if gds == "off" else [tmp_path])
+    if reason is not None and gds != "off":
+        assert reason in found.found
+
+
+def test_gpudirect_that_is_required_fails_without_a_gpu_or_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_gpu", lambda: NO_GPU)
+    assert line(examine(tmp_path), "GPUDirect").status is Status.OK  # nobody asked for it
+    monkeypatch.setenv("KVTIER_GDS", "required")
+    assert "no NVIDIA device" in line(examine(tmp_path), "GPUDirect").found
+    assert "no folder" in line(examine(), "GPUDirect").found
+    assert not examine(tmp_path).ok

@@ -313,7 +313,7 @@ def test_sizes_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
     ({"primary": "100 bytes"}, "primary"),
     ({"primary": ["8 blocks", "8 blocks"]}, "primary"),
     ({"primary": "8 blocks", "max_seq_len": 1 << 31, "max_batch_size": 1 << 20}, "max_batch_size=1048576 with max_seq_len=2147483648"),
-    ({"primary": "8 blocks", "gds": "required"}, "not included yet"),
+    ({"primary": "8 blocks", "gds": "required"}, "without an NVMe level"),
 ], ids=str)
 def test_what_does_not_fit_is_refused_before_anything_is_allocated(layout: KVLayout, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -16,6 +16,7 @@ from kvtier.tiering.ledger.tree import ReuseTree
 from kvtier.tiering.ledger.unconfirmed import UnconfirmedBlocks
 
 MAX_WRITES_IN_FLIGHT: Final = 64
+MAX_PRIMARY_WRITES: Final = 4  # straight from primary slots, which nobody else can be given meanwhile
 MAX_SCAN: Final = 4096
 ALREADY_EXPIRED: Final = 1e-9  # on the clock of releases, where 0.0 means never
 
@@ -34,6 +35,7 @@ class FileLevel(LevelTable):
                  moves: MoveLog, events: EventLog, counters: LedgerCounters, rules: TierRules) -> None:
         super().__init__(group, num_blocks, tokens_per_block, queues, tree, moves, events, counters, rules)
         self.writes_in_flight = 0
+        self._stamp_seen = 0  # of the queues, when the primary level was last written ahead to its end
         self.arriving: dict[PoolIndex, Move] = {}
         self.overtaken: set[int] = set()
         self.unconfirmed = UnconfirmedBlocks()
@@ -41,22 +43,37 @@ class FileLevel(LevelTable):
     # -- writing ---------------------------------------------------------------------------------------------------------
 
     def write_ahead(self) -> None:
-        """Keep the coldest share of the secondary level clean: give its blocks an NVMe backing before anybody needs the slot."""
-        if not self.num_blocks[NVME] or not self._may_write_ahead:
+        """Keep the coldest share of the level above NVMe clean: give its blocks an NVMe backing before anybody needs the slot.
+
+        That is the secondary level or, where there is none, the primary one, from which only the direct way leads to a file.
+        """
+        if not self.num_blocks[NVME]:
             return
-        share = int(self.rules.write_ahead_share * self.num_blocks[SECONDARY] + 0.999)
+        level = SECONDARY if self.num_blocks[SECONDARY] else PRIMARY
+        if not self._may_write_ahead and (level == SECONDARY or self._stamp_seen == self.queues.next_stamp):
+            return
+        priority = self.rules.nvme_offload_min_priority
+        if level == PRIMARY:
+            priority = max(priority, self.rules.secondary_offload_min_priority)
+        share = int(self.rules.write_ahead_share * self.num_blocks[level] + 0.999)
         # Never more than half of NVMe: beyond that, each new copy would cost another block of the same share its own.
         limit = min(share, (self.num_blocks[NVME] + 1) // 2, MAX_SCAN)
-        coldest = self.queues.coldest(SECONDARY, self.rules.nvme_offload_min_priority, limit)
-        if self.write_out([cast(Block, record) for record in coldest]):
+        if level == PRIMARY:
+            limit -= self.writes_in_flight  # they belong to the share, and are in no queue meanwhile
+        coldest = self.queues.coldest(level, priority, limit)
+        # A primary block's backing is given up first: for the next block of the same share the two would be written in turns, for ever.
+        if self.write_out([cast(Block, record) for record in coldest], level == PRIMARY):
             self._may_write_ahead = False
+            self._stamp_seen = self.queues.next_stamp
 
     def write_out(self, blocks: list[Block], keep_backings: bool = False) -> bool:
         """Start NVMe backings for queued blocks that can have one. False when some had to be left for later.
 
         A primary block is written from its secondary backing, which it gets now if there is a place for it: so it stays where
-        it is, and usable, while the file is written. ``keep_backings``: no other block gives up its NVMe backing for this.
+        it is, and usable, while the file is written. Without a secondary level its own slot is busy meanwhile, and few may be at
+        once. ``keep_backings``: no other block gives up its NVMe backing for this.
         """
+        most = MAX_WRITES_IN_FLIGHT if self.num_blocks[SECONDARY] else MAX_PRIMARY_WRITES
         unconfirmed = self.unconfirmed.by_block
         is_complete = True
         for block in blocks:
@@ -66,10 +83,10 @@ class FileLevel(LevelTable):
             if (block.nvme_backing is not None or block.node is None or block.num_tokens != self.tokens_per_block
                     or not block.node.namespace.is_persistent or block.queue == NOT_QUEUED):
                 continue
-            if self.writes_in_flight >= MAX_WRITES_IN_FLIGHT:
+            if self.writes_in_flight >= most:
                 return False
             source = block
-            if level_of(block.index) == PRIMARY:
+            if level_of(block.index) == PRIMARY and self.num_blocks[SECONDARY]:
                 backing = block.secondary_backing or self._copy_down(block)
                 if backing is None or self.is_busy(backing):
                     continue

@@ -15,6 +15,7 @@ from kvtier.io.direct_file import aligned_buffer
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
 from kvtier.io.nvme_store import BlockWrite
 from kvtier.io.write_pause import FIRST_SECONDS, LONGEST_SECONDS
+from kvtier.pools.nvme_geometry import NvmeGeometry
 
 
 @pytest.fixture
@@ -23,7 +24,8 @@ def trace(monkeypatch):
     def attach(store) -> list[tuple[str, list[int]]]:
         events: list[tuple[str, list[int]]] = []
         delete, put = store._manifest.delete, store._manifest.put
-        write = store._slabs[0].write
+        file, stride = store._slabs[0].file, store._slabs[0].geometry.stride
+        write = file.write
 
         def traced_delete(places) -> int:
             places = list(places)
@@ -34,14 +36,15 @@ def trace(monkeypatch):
             events.append(("put", [row.slot for row in rows]))
             put(rows, hits)
 
-        def traced_write(slot: int, *rest):
-            assert store._manifest.row(0, slot) is None, "a slot is overwritten while its old row is still there"
-            events.append(("write", [slot]))
-            return write(slot, *rest)
+        def traced_write(offset: int, buffers) -> None:
+            slots = list(range(offset // stride, (offset + sum(buffer.nbytes for buffer in buffers)) // stride))
+            assert all(store._manifest.row(0, slot) is None for slot in slots), "a slot is overwritten while its old row is still there"
+            events.append(("write", slots))
+            write(offset, buffers)
 
         monkeypatch.setattr(store._manifest, "delete", traced_delete)
         monkeypatch.setattr(store._manifest, "put", traced_put)
-        monkeypatch.setattr(store._slabs[0], "write", traced_write)
+        monkeypatch.setattr(file, "write", traced_write)
         return events
     return attach
 
@@ -51,14 +54,14 @@ def test_old_rows_go_before_and_new_rows_come_after_the_data(nvme, trace) -> Non
     nvme.fill(store, slots=[0, 1])
     events = trace(store)
     store.write_blocks([nvme.item(1, "b"), nvme.item(2, "c")])
-    assert events == [("delete", [1]), ("write", [1]), ("write", [2]), ("put", [1, 2])]
+    assert events == [("delete", [1]), ("write", [1, 2]), ("put", [1, 2])]
 
 
 def test_two_blocks_for_one_slot_in_one_call_leave_the_later_one(nvme, trace) -> None:
     store = nvme.open()
     events = trace(store)
     assert store.write_blocks([nvme.item(1, "a"), nvme.item(2, "b"), nvme.item(1, "c")]) == [None] * 3
-    assert events == [("delete", []), ("write", [1]), ("write", [2]), ("put", [1, 2]),
+    assert events == [("delete", []), ("write", [1, 2]), ("put", [1, 2]),
                       ("delete", [1]), ("write", [1]), ("put", [1])]
     assert nvme.reads_right(store, 0, 1, nvme.key("c"))
 
@@ -178,23 +181,44 @@ def test_a_clock_that_is_set_back_does_not_stretch_the_pause(nvme, clock) -> Non
 
 
 def test_blocks_complete_before_the_failure_are_stored(nvme) -> None:
+    nvme.geometries[0] = NvmeGeometry(8192, 64)
     store = nvme.open()
-    real, calls = store._slabs[0].write, []
+    file, stride = store._slabs[0].file, store._slabs[0].geometry.stride
+    real, calls = file.write, []
 
-    def third_fails(slot: int, *rest):
-        calls.append(slot)
-        if len(calls) == 3:
+    def one_fails(offset: int, buffers) -> None:
+        calls.append(offset // stride)
+        if offset == 4 * stride:
             raise OSError(errno.EIO, "Input/output error")
-        return real(slot, *rest)
+        real(offset, buffers)
 
-    store._slabs[0].write = third_fails
-    errors = store.write_blocks([nvme.item(slot, slot) for slot in range(5)])
-    assert [error is None for error in errors] == [True, True, False, False, False]
-    assert calls == [0, 1, 2]
+    file.write = one_fails
+    slots = list(range(0, 64, 2))  # no neighbours: a call for each
+    errors = store.write_blocks([nvme.item(slot, slot) for slot in slots])
+    stored = [slot for slot, error in zip(slots, errors, strict=True) if error is None]
+    assert stored[:2] == [0, 2]
+    assert 4 not in stored
+    assert len(calls) < 16, "writing went on after the failure"
+    assert all("Input/output error" in str(error) for error in errors if error is not None)
     assert not store.accepts_writes
-    assert sorted(nvme.stored(store)) == [(0, 0), (0, 1)]
+    assert sorted(nvme.stored(store)) == [(0, slot) for slot in stored]
     store = nvme.reopen()
-    assert all(nvme.reads_right(store, 0, slot, nvme.key(slot)) for slot in (0, 1))
+    assert all(nvme.reads_right(store, 0, slot, nvme.key(slot)) for slot in stored)
+
+
+def test_neighbouring_slots_travel_in_one_call_whatever_the_order_they_come_in(nvme, trace) -> None:
+    store = nvme.open()
+    events = trace(store)
+    items = [nvme.item(slot, slot) for slot in (5, 2, 7, 1, 6)]
+    assert store.write_blocks(items) == [None] * 5
+    assert sorted(slots for verb, slots in events if verb == "write") == [[1, 2], [5, 6, 7]]
+    assert all(nvme.reads_right(store, 0, slot, nvme.key(slot)) for slot in (5, 2, 7, 1, 6))
+
+
+def test_blocks_that_do_not_fill_their_slots_are_written_one_by_one(nvme) -> None:
+    store = nvme.open()
+    assert store.write_blocks([nvme.item(slot, slot, group=1) for slot in range(8)]) == [None] * 8
+    assert all(nvme.reads_right(store, 1, slot, nvme.key(slot)) for slot in range(8))
 
 
 def test_a_slot_whose_write_failed_holds_no_block(nvme, clock) -> None:

@@ -17,7 +17,7 @@ class Picture:
         self.group = group
         self.level = level
         self.spares = [(block, block.index) for block in blocks if self.is_spare(block)]
-        self.cached = [(block, block.priority) for block in blocks if block.node is not None and self.is_free(block)]
+        self.cached = [(block, block.priority, block.stamp) for block in blocks if block.node is not None and self.is_free(block)]
 
     def is_free(self, block: Block) -> bool:
         return block.ref_count == 0 and level_of(block.index) == self.level and block.queue != NOT_QUEUED
@@ -27,9 +27,11 @@ class Picture:
 
     def check(self, reused_in_place: set[tuple[int, int]]) -> None:
         """After a call that took blocks. ``reused_in_place``: group and id of those taken for their first tokens, whatever their turn."""
-        gone = [priority for block, priority in self.cached if (block.node is None and (self.group, block.id) not in reused_in_place)
+        gone = [priority for block, priority, _stamp in self.cached if (block.node is None and (self.group, block.id) not in reused_in_place)
                 or (block.ref_count == 0 and level_of(block.index) != self.level)]
-        kept = [priority for block, priority in self.cached if block.node is not None and self.is_free(block)]
+        # What a new block starts as a copy of is held for the call, and stays whatever its priority; it is released again at its end.
+        kept = [priority for block, priority, stamp in self.cached
+                if block.node is not None and self.is_free(block) and block.stamp == stamp]
         name = f"group {self.group}, level {self.level}"
         if gone:
             left_over = [block for block, index in self.spares if self.is_spare(block) and block.index == index]

@@ -55,6 +55,8 @@ class MemoryStore:
         self.read_gate.set()
         self.write_gate.set()
         self.largest_pause = 0.0
+        self.ahead = 1
+        self.runs: list[tuple[int, int]] = []
         self._busy: dict[tuple[int, int], str] = {}
         self._lock = threading.Lock()
         self._random = random.Random(1)
@@ -63,8 +65,36 @@ class MemoryStore:
     def accepts_writes(self) -> bool:
         return self.accepting
 
-    def read_block(self, group: int, slot: int, key: bytes, out: np.ndarray) -> None:
+    def most_ahead(self, group: int) -> int:
+        return self.ahead
+
+    def read_ahead(self, group: int, first_slot: int, outs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        places = [(group, first_slot + number) for number in range(len(outs))]
+        self.runs.append((first_slot, len(outs)))
+        with self._lock:
+            assert all(self._busy.get(place) != "write" for place in places), "read while it was written"
+            self._busy.update(dict.fromkeys(places, "read"))
+        try:
+            self._pause(self.read_gate)
+            for out, place in zip(outs, places, strict=True):
+                out[:] = 0xEE
+                if place in self.fail_reads:
+                    raise TransferError("one of them cannot be read")
+                if place in self.blocks:
+                    out[:len(self.blocks[place])] = self.blocks[place]
+        finally:
+            with self._lock:
+                for place in places:
+                    self._busy.pop(place, None)
+        return [np.array([slot]) for _, slot in places]
+
+    def read_block(self, group: int, slot: int, key: bytes, out: np.ndarray, arrived: np.ndarray | None = None) -> None:
         place = (group, slot)
+        if arrived is not None:
+            assert arrived.tolist() == [slot], "another block's header"
+            if place not in self.blocks or place in {(g, s) for g, s, _ in self.quarantines}:
+                raise TransferError(f"no block in slot {slot}")
+            return
         with self._lock:
             assert self._busy.get(place) != "write", "read while it was written"
             self._busy[place] = "read"
@@ -131,13 +161,14 @@ class Rig:
     """A manager with its pools and store, and numbering and generations as the ledger would give them."""
 
     def __init__(self, primary: int = 8, secondary: int | None = 8, with_store: bool = True, device: Any = None,
-                 groups: int = 1, **options: Any) -> None:
+                 groups: int = 1, ahead: int = 1, **options: Any) -> None:
         group = LAYOUT.groups[0]
         self.block_bytes = group.block_bytes
         self.pools = [GroupPools(group, PrimaryPool(group, primary, "cpu"),
                                  HostArena(secondary, group.block_bytes, pin=False) if secondary else None)
                       for _ in range(groups)]
         self.store = MemoryStore()
+        self.store.ahead = ahead
         options = {"check_order": True, **options}
         self.transfers = TransferManager(device or open_device("cpu"), self.pools, self.store if with_store else None,
                                          **options)

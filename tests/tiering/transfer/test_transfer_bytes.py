@@ -176,3 +176,30 @@ def test_a_discarded_block_is_gone(make_place: Any) -> None:
 def test_a_manager_without_a_store_brings_in_neither_sqlite_nor_cupy() -> None:
     code = "import sys, kvtier.tiering.transfer; sys.exit(bool({'sqlite3', 'cupy', 'kvtier.io.nvme_store'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_the_store_reads_neighbours_at_once_and_verifies_each_block(make_place: Callable[..., Place]) -> None:
+    place = make_place(read_threads=1)
+    assert place.store.most_ahead(0) > 3
+    for slot in range(8):
+        place.secondary.rows[slot] = slot + 1
+    place.transfers.issue([place.move((1, slot), (2, slot), slot) for slot in range(8)])
+    assert all(result.error is None for result in place.settle())
+    slab = place.store._slabs[0]
+    with open(slab.file.path, "r+b") as file:
+        file.seek(slab.geometry.offset(5) + 5000)
+        file.write(b"\xff")
+    lengths: list[int] = []
+    read_ahead = slab.read_ahead
+
+    def spy(first_slot: int, outs: list[np.ndarray]) -> list[np.ndarray]:
+        lengths.append(len(outs))
+        return read_ahead(first_slot, outs)
+
+    slab.read_ahead = spy  # type: ignore[method-assign,assignment]
+    place.transfers.issue([place.move((2, slot), (0, 31 - slot), slot) for slot in range(8)])
+    assert [result.error is None for result in place.settle()] == [slot != 5 for slot in range(8)]
+    assert lengths
+    assert place.store.stats().checksum_failures == 1
+    rows = place.primary.rows.numpy()
+    assert all((rows[31 - slot] == slot + 1).all() for slot in range(8) if slot != 5)

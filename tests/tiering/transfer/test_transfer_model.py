@@ -168,11 +168,12 @@ FEWER = settings(suppress_health_check=QUIET, max_examples=settings().max_exampl
 
 
 @FEWER
-@given(calls=CALLS, seed=st.integers(0, 1000), staging=st.integers(1, 3), readers=st.integers(1, 3))
+@given(calls=CALLS, seed=st.integers(0, 1000), staging=st.integers(1, 3), readers=st.integers(1, 3), ahead=st.integers(1, 3))
 def test_bytes_and_failures_equal_those_of_sequential_execution(
-        make_rig: Make, calls: list[list[Step]], seed: int, staging: int, readers: int) -> None:
+        make_rig: Make, calls: list[list[Step]], seed: int, staging: int, readers: int, ahead: int) -> None:
     delays = Faults([FaultRule(FaultKind.DELAY, FaultOperation.COPY, rate=0.3, seconds=0.001)], seed)
-    rig = make_rig(primary=SLOTS, secondary=SLOTS, faults=delays, staging_blocks=staging, read_threads=readers)
+    rig = make_rig(primary=SLOTS, secondary=SLOTS, faults=delays, staging_blocks=staging, read_threads=readers,
+                   ahead=ahead)
     rig.store.largest_pause = 0.001
     check(rig, calls)
     assert rig.transfers.close(10.0)

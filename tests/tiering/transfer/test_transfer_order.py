@@ -131,16 +131,16 @@ def test_no_stream_is_given_anything_that_waits_for_a_file(make_rig: Make, monke
 
 
 def test_independent_copies_of_one_call_share_one_piece_of_work(make_rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtier.io.copiers import HostCopier
+    from kvtier.tiering.copy_batch import CopyBatch
     rig = make_rig()
     batches: list[int] = []
-    copy = HostCopier.copy
+    run = CopyBatch.run
 
-    def spy(self: HostCopier, pairs: Any, num_tokens: int = 0) -> None:
-        batches.append(len(pairs))
-        copy(self, pairs, num_tokens)
+    def spy(self: CopyBatch) -> None:
+        batches.append(len(self.nodes))
+        run(self)
 
-    monkeypatch.setattr(HostCopier, "copy", spy)
+    monkeypatch.setattr(CopyBatch, "run", spy)
     rig.transfers.issue([rig.move(P[slot], S[slot]) for slot in range(6)])
     rig.settle()
     assert batches == [6]

@@ -1,0 +1,178 @@
+"""``DriveQueue``: how many file operations a drive gets at once, and which go first (design: reads before writes).
+
+A load that waits overtakes stores: it keeps somebody's first token waiting, a store keeps nobody. More operations at once than
+the drive needs only add latency to each of them, so the depth is found by measuring.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+YIELD_SECONDS: Final = 0.05
+"""The longest that one write stands back behind reads: a load without end must not end all storing."""
+
+_PATIENCE: Final = 5.0
+"""Seconds after which an operation takes the place of one before it: that one hangs, and depth is only about speed."""
+
+_WINDOW_BYTES: Final = 64 << 20
+_WINDOW_TURNS: Final = 8
+_WORTH_IT: Final = 1.05
+"""One more operation at once has to bring this much throughput."""
+_NO_LOSS: Final = 0.98
+_REST: Final = 8
+"""Windows between two trials, more after each one that was not worth it: a trial of one too few costs throughput."""
+_LONGEST_REST: Final = 256
+
+
+class AdaptiveDepth:
+    """Finds the least number of operations at once that reaches the drive's throughput, by trying one more or one fewer.
+
+    Args:
+        most: never more than this.
+        start: where to begin.
+
+    Attributes:
+        depth: the number now, at least 1.
+    """
+
+    def __init__(self, most: int, start: int) -> None:
+        self.depth = max(1, min(start, most))
+        self._most = most
+        self._step = 1
+        self._before = 0  # the depth that a trial is held against; 0 while there is none
+        self._rate = 0.0
+        self._rest = _REST  # windows until the next trial
+        self._next_rest = 2 * _REST
+        self._start = 0.0
+        self._bytes = 0
+        self._operations = 0
+
+    def note(self, num_bytes: int, now: float, is_saturated: bool) -> None:
+        """An operation has ended. ``is_saturated``: another one has been waiting for its turn; otherwise the drive was not the limit,
+        and its throughput says nothing."""
+        if not is_saturated:
+            self._bytes = self._operations = 0
+            return
+        if self._operations == 0:
+            self._start = now
+        else:
+            self._bytes += num_bytes
+        self._operations += 1
+        if self._bytes >= _WINDOW_BYTES and self._operations > _WINDOW_TURNS * self.depth and now > self._start:
+            self._judge(self._bytes / (now - self._start))
+            self._bytes = self._operations = 0
+
+    def _judge(self, rate: float) -> None:
+        """The throughput of one window at the present depth."""
+        if self._before:
+            worth = _WORTH_IT if self.depth > self._before else _NO_LOSS
+            if rate >= worth * self._rate:
+                self._rest, self._next_rest = _REST, 2 * _REST
+            else:
+                self.depth = self._before
+                self._step = -self._step
+                self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
+            self._before = 0
+            return
+        self._rate = rate
+        self._rest -= 1
+        if self._rest > 0:
+            return
+        if not 1 <= self.depth + self._step <= self._most:
+            self._step = -self._step
+        if 1 <= self.depth + self._step <= self._most:
+            self._before = self.depth
+            self.depth += self._step
+
+
+class DriveQueue:
+    """Turns for reads and writes of one drive. Thread-safe.
+
+    Args:
+        read_depth, write_depth: most reads, and most writes, at once.
+        write_bytes_per_second: stores are spread out to this rate; None for no limit.
+        clock: seconds, for tests.
+    """
+
+    def __init__(self, read_depth: int, write_depth: int, write_bytes_per_second: float | None = None,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._write_rate = write_bytes_per_second
+        self._next_write = 0.0
+        lock = threading.Lock()
+        self._read_turn = threading.Condition(lock)
+        self._write_turn = threading.Condition(lock)
+        self._read_depth = AdaptiveDepth(read_depth, start=2)
+        self._write_depth = AdaptiveDepth(write_depth, start=write_depth)
+        self._reading = self._writing = 0
+        self._hanging_reads = self._hanging_writes = 0
+        self._waiting_reads = self._waiting_writes = 0
+
+    @contextmanager
+    def reading(self, num_bytes: int) -> Iterator[None]:
+        """Around a read of so many bytes."""
+        with self._read_turn:
+            self._waiting_reads += 1
+            try:
+                if self._reading >= self._read_depth.depth \
+                        and not self._read_turn.wait_for(lambda: self._reading < self._read_depth.depth, _PATIENCE):
+                    self._reading -= 1
+                    self._hanging_reads += 1
+            finally:
+                self._waiting_reads -= 1
+            self._reading += 1
+        try:
+            yield
+        finally:
+            with self._read_turn:
+                self._read_depth.note(num_bytes, self._clock(), self._waiting_reads > 0)
+                if self._hanging_reads:  # one of those that were given up: all are alike
+                    self._hanging_reads -= 1
+                else:
+                    self._reading -= 1
+                if self._waiting_reads:
+                    self._read_turn.notify(2)  # after a step up there are two places
+                elif self._waiting_writes and not self._reading:
+                    self._write_turn.notify_all()
+
+    @contextmanager
+    def writing(self, num_bytes: int) -> Iterator[None]:
+        """Around a write of so many bytes: behind all reads that wait or run, for a while."""
+        self._keep_to_rate(num_bytes)
+        with self._write_turn:
+            self._waiting_writes += 1
+            try:
+                if self._reading or self._waiting_reads:
+                    self._write_turn.wait_for(lambda: not self._reading and not self._waiting_reads, YIELD_SECONDS)
+                if self._writing >= self._write_depth.depth \
+                        and not self._write_turn.wait_for(lambda: self._writing < self._write_depth.depth, _PATIENCE):
+                    self._writing -= 1
+                    self._hanging_writes += 1
+            finally:
+                self._waiting_writes -= 1
+            self._writing += 1
+        try:
+            yield
+        finally:
+            with self._write_turn:
+                self._write_depth.note(num_bytes, self._clock(), self._waiting_writes > 0)
+                if self._hanging_writes:
+                    self._hanging_writes -= 1
+                else:
+                    self._writing -= 1
+                if self._waiting_writes:
+                    self._write_turn.notify_all()
+
+    def _keep_to_rate(self, num_bytes: int) -> None:
+        if self._write_rate is None:
+            return
+        with self._write_turn:
+            now = self._clock()
+            start = max(now, self._next_write)
+            self._next_write = start + num_bytes / self._write_rate
+        if start > now:
+            time.sleep(start - now)

@@ -1,0 +1,87 @@
+"""``LayerCopier``: copies blocks where one end keeps each layer's pages together (design: the device pool may be layer-first).
+
+A layer-first pool has a block's layers at equal distances, a slot of the lower levels has them one after the other. Both are the
+same to ``RowCopier`` once a row is one layer of one block, so that a batch of blocks is still one call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from kvtier.io.row_copier import Call, Numbers, RowCopier, Rows
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """One section of all blocks of a memory on the host.
+
+    Attributes:
+        rows: layer-first uint8 ``[layers * slots, bytes of one layer]``, contiguous, layer after layer; otherwise uint8
+            ``[slots, section bytes]``, perhaps strided.
+        layers: how many, when layer-first; else 0.
+    """
+
+    rows: Rows
+    layers: int = 0
+
+
+class LayerCopier:
+    """Copies between two memories of which one or both are layer-first."""
+
+    def __init__(self, source: BlockRows, destination: BlockRows) -> None:
+        layers = source.layers or destination.layers
+        self._layers = np.arange(layers)
+        self._pages: RowCopier | None = None
+        self._by_layer: list[RowCopier] = []
+        self._cubes: tuple[Rows, Rows] | None = None
+        if source.layers and destination.layers:
+            self._cubes = _cube(source), _cube(destination)
+            return
+        first, other = (source, destination) if source.layers else (destination, source)
+        num_bytes = first.rows.shape[1]
+        num_slots = first.rows.shape[0] // layers
+        self._is_from_layers = bool(source.layers)
+        self._num_slots = num_slots
+        if other.rows.flags.c_contiguous:
+            pages = other.rows.reshape(-1, num_bytes)
+            self._pages = RowCopier(first.rows, pages) if self._is_from_layers else RowCopier(pages, first.rows)
+            return
+        # Gaps between the slots (padding, other sections): each layer is copied for all blocks.
+        for layer in range(layers):
+            ours = first.rows[layer * num_slots:(layer + 1) * num_slots]
+            theirs = other.rows[:, layer * num_bytes:(layer + 1) * num_bytes]
+            self._by_layer.append(RowCopier(ours, theirs) if self._is_from_layers else RowCopier(theirs, ours))
+
+    def copy(self, sources: Numbers, destinations: Numbers) -> None:
+        """Copy blocks, as :meth:`RowCopier.copy` does rows."""
+        for call in self.plan(sources, destinations):
+            call()
+
+    def plan(self, sources: Numbers, destinations: Numbers) -> list[Call]:
+        """The calls that copy these blocks; see :meth:`RowCopier.plan`."""
+        if self._cubes is not None:  # the layers of one block by one strided copy
+            source, destination = self._cubes
+            return [partial(np.copyto, destination[:, to_slot], source[:, from_slot])
+                    for from_slot, to_slot in zip(sources.tolist(), destinations.tolist(), strict=True)]
+        if self._pages is None:
+            return [call for copier in self._by_layer for call in copier.plan(sources, destinations)]
+        count = len(self._layers)
+        apart = self._layers * self._num_slots
+        if self._is_from_layers:
+            return self._pages.plan((sources[:, None] + apart).ravel(), (destinations[:, None] * count + self._layers).ravel())
+        return self._pages.plan((sources[:, None] * count + self._layers).ravel(), (destinations[:, None] + apart).ravel())
+
+
+def section_copier(source: BlockRows, destination: BlockRows) -> RowCopier | LayerCopier:
+    """The copier for one section of the blocks of two memories."""
+    if source.layers or destination.layers:
+        return LayerCopier(source, destination)
+    return RowCopier(source.rows, destination.rows)
+
+
+def _cube(memory: BlockRows) -> Rows:
+    """uint8 ``[layers, slots, bytes of one layer]``."""
+    return memory.rows.reshape(memory.layers, -1, memory.rows.shape[1])

@@ -1,0 +1,92 @@
+"""Reads of neighbouring NVMe slots: one call for several, and each block still has its own answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvtier.errors import TransferError
+from kvtier.pools.pool_index import pool_index
+
+Make = Callable[..., Any]
+
+
+def P(slot: int) -> int:
+    return pool_index(0, slot)
+
+
+def N(slot: int) -> int:
+    return pool_index(2, slot)
+
+
+def queue_reads(rig: Any, slots: list[int]) -> dict[int, Any]:
+    """Read these slots into primary slots 1, 2, ..., all queued before the only reader, busy with another one, comes to them."""
+    for slot in [*slots, 15]:
+        rig.fill(N(slot), slot + 1)
+    rig.store.read_gate.clear()
+    rig.transfers.issue([rig.move(N(15), P(0))])
+    while not rig.store.reads_running:
+        threading.Event().wait(0.001)
+    rig.transfers.issue([rig.move(N(slot), P(number + 1)) for number, slot in enumerate(slots)])
+    rig.store.read_gate.set()
+    results: dict[int, Any] = rig.settle()
+    return results
+
+
+@pytest.fixture
+def rig(make_rig: Make) -> Any:
+    return make_rig(primary=16, ahead=3, read_threads=1, staging_blocks=8)
+
+
+@pytest.mark.parametrize(("slots", "runs"), [
+    ([2, 3, 4], [(2, 3)]),
+    ([4, 3, 2], [(2, 3)]),                  # a prefix whose tail was written first
+    ([2, 3, 4, 5, 6], [(2, 3), (5, 2)]),    # no more than the store takes
+    ([2, 3, 7, 8], [(2, 2), (7, 2)]),
+    ([2, 3, 2, 3], None),                   # forth and back: whatever, but every block arrives
+    ([2, 4, 6], []),
+], ids=str)
+def test_neighbours_are_read_together_and_arrive_where_they_belong(rig: Any, slots: list[int], runs: list[tuple[int, int]] | None) -> None:
+    results = queue_reads(rig, slots)
+    assert all(result.error is None for result in results.values())
+    assert [rig.value(P(number + 1)) for number in range(len(slots))] == [slot + 1 for slot in slots]
+    assert runs is None or rig.store.runs == runs
+
+
+def test_one_that_cannot_be_read_fails_alone(rig: Any) -> None:
+    rig.store.fail_reads[0, 3] = TransferError("this one")
+    results = queue_reads(rig, [2, 3, 4])
+    assert rig.store.runs == [(2, 3)]
+    assert [results[number].error is None for number in range(4)] == [True, True, False, True]
+    assert "this one" in str(results[2].error)
+    assert [slot for _, slot, _ in rig.store.quarantines] == [3]
+    assert (rig.value(P(1)), rig.value(P(3))) == (3, 5)
+
+
+def test_one_that_is_not_there_fails_alone(rig: Any) -> None:
+    rig.store.blocks.pop((0, 3), None)
+    for slot in (2, 4):
+        rig.fill(N(slot), slot)
+    rig.store.read_gate.clear()
+    rig.transfers.issue([rig.move(N(2), P(0))])
+    while not rig.store.reads_running:
+        threading.Event().wait(0.001)
+    rig.transfers.issue([rig.move(N(slot), P(slot)) for slot in (2, 3, 4)])
+    rig.store.read_gate.set()
+    assert [result.error is None for _, result in sorted(rig.settle().items())] == [True, True, False, True]
+
+
+def test_with_few_buffers_the_rest_of_a_run_waits_its_turn(make_rig: Make) -> None:
+    rig = make_rig(primary=16, ahead=3, read_threads=1, staging_blocks=2)
+    results = queue_reads(rig, [2, 3, 4])
+    assert all(result.error is None for result in results.values())
+    assert [rig.value(P(number)) for number in (1, 2, 3)] == [3, 4, 5]
+    assert all(length <= 2 for _, length in rig.store.runs)
+
+
+def test_pool_indices_of_neighbours_are_four_apart() -> None:
+    from kvtier.tiering import run_queue
+    assert pool_index(2, 6) - pool_index(2, 5) == run_queue._SLOT_STEP
