@@ -13,7 +13,7 @@ from kvtier.tiering.ledger.moves import Move
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
 from kvtier.tiering.ledger.state import LedgerState
 from kvtier.tiering.ledger.storing import store_blocks
-from kvtier.tiering.ledger.unconfirmed import UnconfirmedBlocks
+from kvtier.tiering.ledger.unconfirmed import Unconfirmed, UnconfirmedBlocks
 
 Dependencies = list[tuple[int, Move]]
 """Moves that have not ended, each with the position from which on the sequence's blocks depend on it."""
@@ -141,10 +141,16 @@ def _unconfirmed_dependencies(state: LedgerState, row: SequenceRow) -> Dependenc
     for left in row.left_behind:
         found.extend([(left.position, move) for move in left.waits.values()])
     if unconfirmed.by_block:
+        seen: set[int] = set()  # what is stored behind many blocks that have not arrived waits for all of them: each counts once
+        last: Unconfirmed | None = None
         for position, block in enumerate(row.blocks):
             noted = unconfirmed.by_block.get(block.id)
-            if noted is not None:
-                found.extend([(position, move) for move in noted.waits.values()])
+            if noted is not None and noted is not last:
+                last = noted
+                for number, move in noted.waits.items():
+                    if number not in seen:
+                        seen.add(number)
+                        found.append((position, move))
     return found
 
 

@@ -287,6 +287,20 @@ def test_what_was_computed_from_a_state_is_lost_with_it_though_another_one_start
     verify(ledger)
 
 
+def test_each_move_is_waited_for_once_however_much_was_stored_behind_it() -> None:
+    run = HandRun(24, 8)
+    on_secondary(run, "abcd")
+    sequence = run.add("abcdefghijkl")
+    moves = [record for record in run.tier.waiting if isinstance(record, Move)]
+    assert len(moves) == 4
+    for computed in (24, 32, 40, 48):
+        run.ledger.mark_computed(sequence.id, computed)
+        run.ledger.store_context(sequence.id)
+    assert len(run.ledger.allocators[0].unconfirmed.by_block) == 8
+    assert sorted(awaited_slots(run.ledger, sequence, 0)) == sorted(move.destination for move in moves)
+    run.ledger.remove_sequence(sequence.id, False)
+
+
 # -- random lives ----------------------------------------------------------------------------------------------------------
 
 TOKENS_PER_BLOCK = 2
