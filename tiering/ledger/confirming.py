@@ -50,13 +50,17 @@ def leave_behind(state: LedgerState, row: SequenceRow, position: int, block: Blo
     allocator = state.allocators[row.group]
     waits: dict[int, Move] = {}
     move = _move_into(allocator.arriving, block)
-    if move is not None:
-        waits[move.number] = move
     unconfirmed = allocator.unconfirmed.by_block.get(block.id)
     if unconfirmed is not None:
+        if move is None and row.left_behind:
+            last = row.left_behind[-1]
+            if last.source is unconfirmed and last.waits and last.position <= position:
+                return
         waits.update(unconfirmed.waits)
+    if move is not None:
+        waits[move.number] = move
     if waits:
-        row.left_behind = [*row.left_behind, allocator.unconfirmed.note_departed(position, waits)]
+        row.left_behind = [*row.left_behind, allocator.unconfirmed.note_departed(position, waits, unconfirmed)]
 
 
 def note_delivery(state: LedgerState, sequence: ActiveSequence) -> None:

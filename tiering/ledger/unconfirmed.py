@@ -21,14 +21,16 @@ class Unconfirmed:
         blocks: stored ones. None for a block that a sequence has read, and that has left its window since.
         position: of that block in the sequence.
         waits: the Moves. Empty as well once nobody cares any more.
+        source: what the block that has left was noted in. Those noted together wait together: the first of them speaks for all.
     """
 
-    __slots__ = ("blocks", "position", "waits")
+    __slots__ = ("blocks", "position", "source", "waits")
 
-    def __init__(self, blocks: list[Block], position: int, waits: Waits) -> None:
+    def __init__(self, blocks: list[Block], position: int, waits: Waits, source: Unconfirmed | None = None) -> None:
         self.blocks = blocks
         self.position = position
         self.waits = waits
+        self.source = source
 
 
 class UnconfirmedBlocks:
@@ -50,9 +52,9 @@ class UnconfirmedBlocks:
             self.by_block[block.id] = unconfirmed
         self._register(unconfirmed)
 
-    def note_departed(self, position: int, waits: Waits) -> Unconfirmed:
+    def note_departed(self, position: int, waits: Waits, source: Unconfirmed | None) -> Unconfirmed:
         """A sequence lets go of a block that waits for these Moves: what it computes stays in doubt."""
-        unconfirmed = Unconfirmed([], position, dict(waits))
+        unconfirmed = Unconfirmed([], position, dict(waits), source)
         self._register(unconfirmed)
         return unconfirmed
 

@@ -301,6 +301,32 @@ def test_each_move_is_waited_for_once_however_much_was_stored_behind_it() -> Non
     run.ledger.remove_sequence(sequence.id, False)
 
 
+def test_of_blocks_that_leave_a_window_and_wait_for_the_same_the_first_speaks_for_all() -> None:
+    ledger = Ledger([GroupSpec((40, 8, 0), FULL), GroupSpec((40, 8, 0), WINDOW, 8)], 4, LedgerRules(policy="lru"))
+    ledger.add_sequences([Request(0, range(9))])
+    ledger.mark_computed(0, 9)
+    ledger.remove_sequence(0, True)
+    for block_id in (0, 1):
+        ledger.offload(block_id)
+    for move in ledger.moves.take():
+        ledger.finish(move, False)
+    [sequence] = ledger.add_sequences([Request(1, range(60))])
+    moves = ledger.moves.take()
+    assert (sequence.prepopulated, len(moves)) == (8, 2)
+    ledger.mark_computed(1, 60)
+    ledger.append_step([1], [[5]])
+    row = sequence.rows[1]
+    assert row.num_departed > 10
+    assert [left.position for left in row.left_behind] == [2]
+    ledger.finish(moves[0], True)
+    assert (sequence.computed, sequence.must_report) == (0, True)
+    assert capacity.match(ledger, Request(2, range(60))).reusable_blocks == 0
+    ledger.finish(moves[1], False)
+    ledger.remove_sequence(1, False)
+    verify(ledger)
+    assert not any(allocator.unconfirmed.by_move for allocator in ledger.allocators)
+
+
 # -- random lives ----------------------------------------------------------------------------------------------------------
 
 TOKENS_PER_BLOCK = 2
