@@ -80,7 +80,7 @@ def run_nvme(directory: Path | None = None, json_file: Path | None = None, quick
         each.check()
     parent = expand(directory) if directory is not None else Path.cwd()
     program = find_fio()
-    with _working_folder(parent) as folder:
+    with working_folder(parent) as folder:
         _require_space(max(plans, key=lambda each: each.file_bytes), parent, num_files=3 if program is None else 4)
         require_memory("kvtier bench nvme", 2 * max(each.file_bytes for each in plans),
                        "end other programs" if quick else "end other programs, or use --quick, which needs less")
@@ -147,7 +147,7 @@ def _measure(report: Report, plan: NvmePlan, folder: Path, direct: bool, program
 
 
 @contextlib.contextmanager
-def _working_folder(parent: Path) -> Iterator[Path]:
+def working_folder(parent: Path) -> Iterator[Path]:
     """A new folder in the directory that is measured, removed at the end whatever happens."""
     if not parent.is_dir():
         raise ConfigError(f"--directory {parent}: {'not a folder' if parent.exists() else 'does not exist'}; name a folder on the "

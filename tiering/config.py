@@ -125,8 +125,14 @@ class TierConfig(BaseSettings):
     policy: Literal["default", "lru"] = "default"
     """Which content is given up first. Both are the same for now: of the lowest priority, the least recently used."""
     request_directory_root: Path | None = None
-    """Folder under which a request's own ``directory`` must lie. None: requests may not name one. Not included yet: anything but None is
-    refused."""
+    """Folder under which a request's own ``directory`` must lie, for ``TransferMode.POSIX_DEBUG_FALLBACK``. None: requests may not name
+    one."""
+
+    prefetch_bandwidth: str | None = "1GiB/s"
+    """What ``prefetch`` reads and copies at most, all prefetches together. None: it does nothing."""
+    load_decision: Literal["auto", "always"] = "auto"
+    """Whether a prefix found on a lower level is loaded: "auto" leaves it to recompute where that is faster, as far as the engine has
+    reported how fast it computes (``report_prefill``); "always" loads."""
 
     debug_checks: bool = False
     """Look at the order of all copies, file operations and steps a second time (LedgerError where nothing orders two uses of a slot), and
@@ -163,6 +169,10 @@ class TierConfig(BaseSettings):
     @property
     def nvme_free_space_reserve_bytes(self) -> int:
         return int(parse_size(self.nvme_free_space_reserve, "nvme_free_space_reserve").amount)
+
+    @property
+    def prefetch_bytes_per_second(self) -> float:
+        return 0.0 if self.prefetch_bandwidth is None else parse_rate(self.prefetch_bandwidth, "prefetch_bandwidth")
 
     @property
     def nvme_scrub_bytes_per_second(self) -> float | None:
@@ -209,7 +219,7 @@ class TierConfig(BaseSettings):
             raise ConfigError(f'gds_task_size={value!r}: must be a multiple of 4096 bytes, for example "1MiB"')
         return value
 
-    @field_validator("nvme_scrub_bandwidth", "nvme_write_bandwidth", mode="before")
+    @field_validator("nvme_scrub_bandwidth", "nvme_write_bandwidth", "prefetch_bandwidth", mode="before")
     @classmethod
     def _check_bandwidth(cls, value: object, info: ValidationInfo) -> object:
         if value is not None:

@@ -36,6 +36,7 @@ from kvtier.pools.rank_sizes import minimum_over_ranks
 from kvtier.pools.sizing import FreeSpace, PoolSizes, resolve_sizes, warn_of_unread_levels
 from kvtier.tiering import arguments
 from kvtier.tiering.config import TierConfig
+from kvtier.tiering.debug_path import DebugPath
 from kvtier.tiering.direct_path import open_direct_path, require_possible
 from kvtier.tiering.event_queue import EventQueue
 from kvtier.tiering.event_stream import EventStream
@@ -46,8 +47,10 @@ from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
 from kvtier.tiering.ledger.rules import LedgerRules
+from kvtier.tiering.load_speed import LoadMeter
+from kvtier.tiering.loading import LoadDecider
 from kvtier.tiering.poison import Poison
-from kvtier.tiering.statistics import GdsStats, IterationStats, RequestStats, Stats, collect_request
+from kvtier.tiering.statistics import GdsStats, IterationStats, PrefetchStats, RequestStats, Stats, collect_request
 from kvtier.tiering.statistics_recorder import StatisticsRecorder
 from kvtier.tiering.transfer import TransferManager
 from kvtier.types import TransferMode
@@ -88,6 +91,8 @@ class TierCore:
         self._is_clearing = False  # a reset is deleting what is on NVMe
         self._events = EventQueue(config.event_buffer_max_size)
         self._prefill_rate: float | None = None
+        self._prefetched = PrefetchStats()
+        self._load_meter = LoadMeter([group.block_bytes for group in layout.groups])
         self._ledger = _ledger(layout, config, sizes, hashlib.sha256(self._namespace.encode()).digest())
         for allocator in self._ledger.allocators:
             allocator.wall_clock_offset = time.time() - self._clock()
@@ -100,15 +105,23 @@ class TierCore:
             self.nvme_path, self._gds = open_direct_path(config, device, self.store, config.read_threads + 2)
             if self._gds is not None:
                 undo.callback(self._gds.close)
+            self._debug: DebugPath | None = None
+            if config.request_directory_root is not None:
+                self._debug = DebugPath(config.request_directory_root, self.pools, self.store, pin=device != "cpu")
+                undo.callback(self._debug.let_go)
             self.transfers = TransferManager(self._device, self.pools, self.store, faults=config.faults,
                                              read_threads=config.read_threads, staging_blocks=config.read_threads + 2,
-                                             staging_bytes=config.read_threads * RUN_BYTES, gds=self._gds, check_order=config.debug_checks)
+                                             staging_bytes=config.read_threads * RUN_BYTES, gds=self._gds, debug=self._debug,
+                                             check_order=config.debug_checks)
             undo.pop_all()
         if config.faults is not None:
             logger.warning("faults are injected into this cache (%s): %s. For trials only: blocks are really lost and files really deleted",
                            config.sources["faults"], config.faults)
         self._statistics = StatisticsRecorder(self._ledger, self._ledger.allocators)
         self._totals = self._statistics.totals
+        can_split = all(geometry.kind in (FULL, CROSS) for geometry in self._ledger.geometries)
+        self._loading = LoadDecider(self._load_meter, config.load_decision == "auto", can_split)
+        self._ledger.loading = self._loading
         self._poison = Poison(self.pools, self._ledger.geometries) if config.debug_checks else None
         rate = config.nvme_scrub_bytes_per_second
         self.scrub = IdleScrub(self, self.store, rate) if self.store is not None and rate is not None else None
@@ -153,18 +166,29 @@ class TierCore:
         self._require_open()
         return self._events.stream()
 
-    def report_prefill(self, tokens: int, seconds: float) -> None:
-        """The engine computed ``tokens`` prompt tokens in ``seconds``: kept as a moving average, for load-or-recompute decisions."""
-        rate = arguments.positive_number("tokens", tokens) / arguments.positive_number("seconds", seconds)
+    def report_prefill(self, tokens: int | range, seconds: float) -> None:
+        """The engine computed ``tokens`` prompt tokens in ``seconds``, so that the tier can tell what loading must be faster than.
+
+        ``tokens``: how many, from the prompt's beginning; or ``range(start, end)`` of a chunk behind ``start`` tokens that were there
+        already, which costs more. RequestError for what is neither, or takes no time.
+        """
+        positions = tokens if isinstance(tokens, range) else None
+        if positions is not None and (positions.step != 1 or positions.start < 0):
+            raise RequestError(f"tokens={tokens!r}: a chunk is range(start, end) of prompt positions")
+        count = arguments.positive_number("tokens", tokens if positions is None else len(positions))
+        rate = count / arguments.positive_number("seconds", seconds)
+        start = 0 if positions is None else positions.start
         with self.locked():
             self._prefill_rate = rate if self._prefill_rate is None else 0.9 * self._prefill_rate + 0.1 * rate
+            self._loading.report_prefill(start, start + int(count), float(seconds))
 
     def stats(self) -> Stats:
         """Everything counted since the start, and what the levels hold now."""
         gds = self._gds_stats()  # not under the lock: the store has locks of its own
         with self.locked():
             faults = self.config.faults.counts() if self.config.faults is not None else {}
-            return self._statistics.stats(self._events.dropped, self._prefill_rate, faults, gds)
+            return self._statistics.stats(self._events.dropped, self._prefill_rate, faults, gds, loading=self._loading.stats(),
+                                          prefetch=self._prefetched)
 
     def iteration_stats(self) -> IterationStats:
         """What was counted between the last two calls of :meth:`refresh`, and the levels at the second one."""
@@ -288,6 +312,15 @@ class TierCore:
 
     def _queue_records(self) -> None:
         records = self._ledger.moves.take()
+        if not records:
+            return
+        now = time.perf_counter()
+        for record in records:
+            if isinstance(record, Move):
+                self._load_meter.issued(record, now)
+                if self._debug is not None and not record.key and self._debug.takes(record):
+                    allocator = self._ledger.allocators[record.group]
+                    self._debug.name(record, allocator.chain_key(allocator.blocks[record.block_id]))
         self._num_queued += len(records)
         self._outbox.extend(records)
 
@@ -324,8 +357,11 @@ class TierCore:
         return self.transfers.idle(max(deadline - time.monotonic(), 0.0))
 
     def _drain(self) -> None:
+        if self._debug is not None:
+            self._totals.fallbacks += self._debug.take_fallbacks()
         for result in self.transfers.drain():
             move = result.move
+            self._load_meter.ended(move, result.ended, result.error is None)
             if result.error is None:
                 self._totals.add(level_of(move.source), level_of(move.destination), result.num_bytes, result.seconds)
                 self._ledger.finish(move, False)

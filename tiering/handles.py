@@ -16,7 +16,8 @@ class Admission:
     """What a new sequence got. ``prepopulated_tokens`` is promised, and final once the sequence is ready.
 
     Blocks are counted over all groups. ``external_tokens``: tokens behind the reused ones that the inbound hook announced; the engine
-    loads them and says so with ``mark_computed``.
+    loads them and says so with ``mark_computed``. ``tokens_left_to_recompute``: found on a lower level, and not loaded because
+    computing them is faster (``TierConfig.load_decision``).
     """
 
     def __init__(self, sequence: ActiveSequence) -> None:
@@ -27,6 +28,7 @@ class Admission:
         self.reused_blocks = sequence.reused_blocks
         self.missed_blocks = sequence.missed_blocks
         self.external_tokens = sequence.external_tokens
+        self.tokens_left_to_recompute = sequence.left_tokens
 
     def __repr__(self) -> str:
         return f"Admission(request_id={self.request_id}, prepopulated_tokens={self.prepopulated_tokens})"

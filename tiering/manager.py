@@ -24,14 +24,13 @@ from kvtier.tiering.ledger.key import next_chain_key
 from kvtier.tiering.ledger.ledger import Inbound
 from kvtier.tiering.ledger.request import Request, token_bytes
 from kvtier.tiering.ledger.truncating import truncate
-from kvtier.tiering.not_included import NotIncludedYet
 from kvtier.tiering.planning import Planning, as_request
-from kvtier.types import TransferMode
+from kvtier.tiering.prefetching import Prefetching
 
 STEP_TIMEOUT: Final = 60.0  # seconds a step waits for copies between memories, which take milliseconds
 
 
-class KVCacheManager(Drafting, Planning, NotIncludedYet):
+class KVCacheManager(Drafting, Planning, Prefetching):
     """KV cache of one model on three levels.
 
     Args:
@@ -51,9 +50,6 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
     """
 
     def __init__(self, layout: KVLayout, config: TierConfig, device: str = "cpu", model: str | None = None) -> None:
-        if config.request_directory_root is not None:
-            raise ConfigError(f"request_directory_root={str(config.request_directory_root)!r}: directories of requests are not included "
-                              "yet; leave it out")
         _require_table_memory(layout, config)
         super().__init__(layout, config, device, model)
         try:
@@ -93,7 +89,12 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
                                    f"{self.config.max_seq_len}, raise it or shorten the encoder's input")
             self._check_retention(request.retention)
         with self.locked() as ledger:
-            return [Admission(sequence) for sequence in ledger.add_sequences(requests)]
+            self._loading.begin()
+            sequences = ledger.add_sequences(requests)
+            self._loading.commit()
+            if self._prefetches:
+                self._overtake_prefetches(requests)
+            return [Admission(sequence) for sequence in sequences]
 
     def block_table(self, ids: Sequence[int], group: int = 0) -> torch.Tensor:
         """Kernel offsets of these sequences: int32 ``[sequences * beams, 2, max_blocks]`` at a fixed device address, the beams of a
@@ -316,9 +317,10 @@ class KVCacheManager(Drafting, Planning, NotIncludedYet):
 
     def _check_retention(self, retention: RetentionConfig | None) -> None:
         if retention is not None and retention.directory is not None:
-            raise RequestError(f"directory={retention.directory!r}: a request's own directory is not included yet; leave it out")
-        if retention is not None and retention.transfer_mode is TransferMode.POSIX_DEBUG_FALLBACK:
-            raise RequestError(f"transfer_mode={retention.transfer_mode}: not included yet; use TransferMode.DRAM or TransferMode.GDS")
+            if self._debug is None:
+                raise RequestError(f"directory={retention.directory!r}: requests may not name folders here; set request_directory_root, or "
+                                   "leave it out")
+            self._debug.root.parts(retention.directory)
 
 
 def _require_table_memory(layout: KVLayout, config: TierConfig) -> None:

@@ -127,6 +127,74 @@ class GdsStats:
     detours: int = 0
 
 
+@dataclass(frozen=True)
+class RouteSpeed:
+    """How fast blocks are loaded from one level to another: the default where ``bursts`` (loads measured so far) is 0."""
+
+    latency_seconds: float
+    bytes_per_second: float
+    bursts: int
+
+
+@dataclass(frozen=True)
+class LoadDecision:
+    """What was done about a prefix that lies in part on a lower level, and why.
+
+    ``kind``: "loaded"; "split", its front loaded and the rest left to recompute; "recomputed", nothing loaded; "probed", a little loaded
+    for the sake of knowing how long that takes; "undecided", loaded because too little is known. Estimates are seconds to load what was
+    chosen, and seconds until the whole prompt is there if everything found were loaded, or nothing; None when undecided.
+    """
+
+    kind: str
+    request_id: int
+    blocks_found: int
+    blocks_loaded: int
+    tokens_left: int
+    estimated_load_seconds: float
+    estimated_seconds_all: float | None
+    estimated_seconds_none: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadStats:
+    """Decisions by kind (see :class:`LoadDecision`), and what they are based on.
+
+    ``tokens_left``: found and left to recompute. ``prefill_*_seconds``: the parts of the cost of computing a prompt; None before enough
+    reports. ``estimated_*`` and their counterparts: what was said before each load or prefill that was measured, and what it took.
+    """
+
+    loaded: int
+    split: int
+    recomputed: int
+    probed: int
+    undecided: int
+    tokens_left: int
+    last: LoadDecision | None
+    speeds: Mapping[Route, RouteSpeed]
+    prefill_overhead_seconds: float | None
+    prefill_seconds_per_token: float | None
+    prefill_seconds_per_pair: float | None
+    estimated_load_seconds: float
+    load_seconds: float
+    estimated_prefill_seconds: float
+    prefill_seconds: float
+
+
+@dataclass(kw_only=True)
+class PrefetchStats:
+    """Prefetches by how they ended (see ``Prefetch``), and blocks of all of them. ``read_blocks``: from NVMe to the secondary level;
+    ``raised_blocks``: from there to the primary one. ``lost_blocks`` could not be read, and are misses now."""
+
+    asked: int = 0
+    finished: int = 0
+    overtaken: int = 0
+    cancelled: int = 0
+    read_blocks: int = 0
+    raised_blocks: int = 0
+    lost_blocks: int = 0
+    bytes: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stats(TierCounters):
     """A picture of the whole tier: the counters since the start, and what the levels hold now.
@@ -144,6 +212,8 @@ class Stats(TierCounters):
     dropped_events: int
     prefill_tokens_per_second: float | None
     advice: str | None
+    loading: LoadStats
+    prefetch: PrefetchStats
     faults: Mapping[str, int]
     gds: GdsStats
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -19,6 +20,8 @@ from kvtier.tiering.statistics import (
     IterationStats,
     LevelIteration,
     LevelStats,
+    LoadStats,
+    PrefetchStats,
     Route,
     Stats,
     TierCounters,
@@ -111,14 +114,15 @@ class StatisticsRecorder:
         """What to change, as long as transfers are out of balance."""
         return "; ".join([balance.advice for balance in self._balances if balance.advice is not None]) or None
 
-    def stats(self, dropped_events: int, prefill_tokens_per_second: float | None,
-              faults: Mapping[str, int] = MappingProxyType({}), gds: GdsStats = NO_GDS) -> Stats:
+    def stats(self, dropped_events: int, prefill_tokens_per_second: float | None, faults: Mapping[str, int] = MappingProxyType({}),
+              gds: GdsStats = NO_GDS, *, loading: LoadStats, prefetch: PrefetchStats) -> Stats:
         """Everything counted since the start, and what the levels hold now."""
         groups = collect_groups(self._allocators)
         primary, secondary, nvme = total_levels(groups)
         return Stats(**vars(collect_counters(self._ledger, self.totals)), primary=primary, secondary=secondary, nvme=nvme, groups=groups,
                      leases=len(self._ledger.leases), sequences=len(self._ledger.sequences), dropped_events=dropped_events,
-                     prefill_tokens_per_second=prefill_tokens_per_second, advice=self.advice, faults=faults, gds=gds)
+                     prefill_tokens_per_second=prefill_tokens_per_second, advice=self.advice, faults=faults, gds=gds, loading=loading,
+                     prefetch=replace(prefetch))
 
     def iteration_stats(self) -> IterationStats:
         """The iteration that ended last."""

@@ -15,18 +15,19 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError, TransferError
-from kvtier.io.copiers import DIRECT, open_copiers
+from kvtier.io.copiers import DIRECT
 from kvtier.io.device import Device, EngineStream
 from kvtier.io.incident import Incident
 from kvtier.io.streams import Event, Stream
 from kvtier.pools.group_pools import GroupPools
-from kvtier.pools.pool_index import LEVEL_NAMES, NVME, PRIMARY, SECONDARY, PoolIndex, level_of, pool_index, slot_of
+from kvtier.pools.pool_index import NVME, PRIMARY, PoolIndex, level_of, pool_index, slot_of
 from kvtier.tiering.copy_batch import CopyBatch, FaultPoint
-from kvtier.tiering.direct_writes import WRITE_ROWS, DirectWrites
+from kvtier.tiering.debug_path import DebugPath
+from kvtier.tiering.direct_writes import DirectWrites
 from kvtier.tiering.file_workers import BlockStore, FileWorkers, cancelled
 from kvtier.tiering.ledger.moves import Discard, Move
 from kvtier.tiering.order_check import OrderCheck
-from kvtier.tiering.staging import DirectStaging, Staging, StagingPool
+from kvtier.tiering.routes import Routes
 from kvtier.tiering.transfer_graph import NodeState, TransferGraph, TransferNode, Work
 from kvtier.tiering.transfer_results import CompletionQueue, MoveResult, TransferCounters
 from kvtier.tiering.transfer_waiting import as_exception, deadline_of, is_on_a_stream, is_on_its_way, is_over, seconds_left, waits_for_file
@@ -56,6 +57,7 @@ class TransferManager:
         staging_blocks, staging_bytes: what may be between file and slot at once, per group; of small blocks, so many bytes.
         gds: the direct way between primary level and NVMe, with memory for ``staging_blocks + WRITE_ROWS`` blocks of each group; None
             without one. The caller closes it after this.
+        debug: the way through files of a request's own; None without one. It is started and closed here.
         check_order: look at the order of all accesses a second time; LedgerError where nothing orders two of them.
 
     Raises:
@@ -64,7 +66,7 @@ class TransferManager:
 
     def __init__(self, device: Device, pools: Sequence[GroupPools], store: BlockStore | None, *,
                  faults: FaultPoint | None = None, read_threads: int = 2, staging_blocks: int = 4, staging_bytes: int = 0,
-                 gds: GdsPath | None = None, check_order: bool = False) -> None:
+                 gds: GdsPath | None = None, debug: DebugPath | None = None, check_order: bool = False) -> None:
         if read_threads < 1 or staging_blocks < 1:
             raise ConfigError(f"read_threads={read_threads}, staging_blocks={staging_blocks}: both must be at least 1, "
                               "or nothing would ever be read from NVMe")
@@ -84,27 +86,23 @@ class TransferManager:
         self._closing = False
         self._abandoned = False
         self._failed_copies = Incident(_log)
-        self._staging: list[StagingPool] = []
-        direct_groups = gds.groups if gds is not None else []
-        self._direct = [DirectStaging(group, range(staging_blocks)) for group in direct_groups]
         self._files: FileWorkers | None = None
+        self._debug = debug
         with ExitStack() as undo:  # pinned memory and threads do not go away by themselves
-            for size in self._block_bytes if store is not None else ():
-                self._staging.append(StagingPool(max(staging_blocks, staging_bytes // size), size, pin=device.name != "cpu"))
-                undo.callback(self._staging[-1].arena.close)
-            self._copiers = [open_copiers(pool, self._staging[number].arena if self._staging else None, device.name,
-                                          direct_groups[number].arena if direct_groups else None)
-                             for number, pool in enumerate(pools)]
+            self._routes = Routes(device.name, pools, store is not None, staging_blocks, staging_bytes, gds, debug)
+            undo.callback(self._routes.close)
             self._offload = device.stream("offload")
             undo.callback(self._offload.close, 1.0)
             self._onboard = device.stream("onboard")
             undo.pop_all()
+        if debug is not None:
+            debug.start(self._read_over)
         if store is not None:
             secondary = [pool.secondary.padded_rows if pool.secondary is not None else None for pool in pools]
-            rows = [DirectStaging(group, range(staging_blocks, staging_blocks + WRITE_ROWS)) for group in direct_groups]
+            rows = self._routes.direct_write_rows
             writes = DirectWrites(store, rows, self._copy_out) if rows else None
-            self._files = FileWorkers(store, self._staging, secondary, read_threads, self._read_over,
-                                      self._writes_over, self._direct, writes)
+            self._files = FileWorkers(store, self._routes.staging, secondary, read_threads, self._read_over,
+                                      self._writes_over, self._routes.direct, writes)
 
     # -- issuing ---------------------------------------------------------------------------------------------------------
 
@@ -129,27 +127,13 @@ class TransferManager:
             self._submit_all()
 
     def _node(self, record: Move | Discard) -> TransferNode:
-        if not 0 <= record.group < len(self._copiers):
-            raise TransferError(f"record {record.number}: group {record.group}; there are groups 0 to {len(self._copiers) - 1}")
+        if not 0 <= record.group < len(self._block_bytes):
+            raise TransferError(f"record {record.number}: group {record.group}; there are groups 0 to {len(self._block_bytes) - 1}")
         if isinstance(record, Discard):
             if self._files is None:
                 raise TransferError(f"discard of NVMe slot {record.slot}: there is no NVMe store")
             return TransferNode(Work.DISCARD, record.number, record.group, -1, pool_index(NVME, record.slot), None)
-        source, destination = level_of(record.source), level_of(record.destination)
-        if destination == NVME:
-            work = Work.WRITE
-            exists = ((source == SECONDARY and self._files is not None and (SECONDARY, SECONDARY) in self._copiers[record.group])
-                      or (source == PRIMARY and bool(self._direct)))
-        else:
-            work = Work.READ if source == NVME else Work.COPY
-            exists = (destination, source) in self._copiers[record.group]
-        if not exists:
-            raise TransferError(f"{record}: group {record.group} has no way from {LEVEL_NAMES[source]} to "
-                                f"{LEVEL_NAMES[destination]}")
-        node = TransferNode(work, record.number, record.group, record.source, record.destination, record)
-        if self._direct and {source, destination} == {PRIMARY, NVME}:
-            node.via = DIRECT
-        return node
+        return self._routes.node(record)
 
     def _start(self, node: TransferNode) -> None:
         """Nothing holds the node back: batch a copy, queue a file operation. Lock held."""
@@ -160,11 +144,12 @@ class TransferManager:
             self._batch(node)
             return
         node.state = NodeState.QUEUED
-        assert self._files is not None
+        files = self._debug if node.is_debugged else self._files
+        assert files is not None
         if not self._closing:
             if self._check is not None:
                 self._check.file(node)
-            self._files.put(node)
+            files.put(node)
             return
         node.error = cancelled(node)
         if node.work is Work.READ:
@@ -181,7 +166,7 @@ class TransferManager:
         batch = self._open.get(route)
         if batch is None or move.num_tokens:
             batch = CopyBatch(route, self._offload if destination > source else self._onboard,
-                              self._copiers[node.group][destination, source], self._faults, move.num_tokens)
+                              self._routes.copier(node.group, source, destination), self._faults, move.num_tokens)
             batch.add(node)
             if move.num_tokens:
                 self._submit(batch)
@@ -224,8 +209,8 @@ class TransferManager:
         assert move is not None
         assert buffer >= 0 or node.error is not None
         destination = level_of(move.destination)
-        batch = CopyBatch(node.group << 4 | destination << 2 | NVME, self._onboard, self._copiers[node.group][destination, node.via],
-                          self._faults, move.num_tokens, buffer)
+        batch = CopyBatch(node.group << 4 | destination << 2 | NVME, self._onboard, self._routes.copier_behind_file(node), self._faults,
+                          move.num_tokens, buffer)
         batch.add(node)
         self._submit(batch)
 
@@ -234,7 +219,7 @@ class TransferManager:
         with self._lock:
             if self._abandoned:
                 raise cancelled(node)
-            copier = self._copiers[node.group][DIRECT, PRIMARY]
+            copier = self._routes.copier(node.group, PRIMARY, DIRECT)
             pairs = [(slot_of(PoolIndex(node.source)), buffer)]
             after = tuple([earlier.event for earlier in node.depends if earlier.event is not None and not earlier.event.is_done()])
             return self._offload.submit(lambda: copier.copy(pairs), after)
@@ -262,9 +247,7 @@ class TransferManager:
                 node.seconds += share
                 self._finish(node)
             if batch.staging_slot >= 0:
-                node = batch.nodes[0]
-                staging: Staging = self._direct[node.group] if node.via == DIRECT else self._staging[node.group]
-                staging.give_back(batch.staging_slot)
+                self._routes.staging_of(batch.nodes[0]).give_back(batch.staging_slot)
             self._changed.notify_all()
         if batch.failure is not None:
             self._failed_copies.warn("copies between memories fail, what they carried is computed again: %s", batch.failure)
@@ -453,8 +436,8 @@ class TransferManager:
         deadline = time.monotonic() + timeout
         with self._lock:
             self._closing = True
-        if self._files is not None:
-            waiting = self._files.cancel_queued()
+        if self._files is not None or self._debug is not None:
+            waiting = [node for files in (self._files, self._debug) if files is not None for node in files.cancel_queued()]
             with self._lock:
                 for node in waiting:
                     node.error = cancelled(node)
@@ -474,10 +457,12 @@ class TransferManager:
         # Idle threads end at once; a little time is theirs even when the copies took all of it.
         spare = 0.5 if is_idle else 0.0
         ended = [worker.close(max(deadline - time.monotonic(), spare))
-                 for worker in (self._files, self._offload, self._onboard) if worker is not None]
+                 for worker in (self._files, self._debug, self._offload, self._onboard) if worker is not None]
         if is_idle and all(ended):
-            for staging in self._staging:
-                staging.arena.close()
+            self._routes.close()
+            if self._debug is not None:
+                self._debug.let_go()
+                self._debug = None
             return True
         return False
 

@@ -50,9 +50,10 @@ class TransferNode:
         dependents: nodes held back by this one.
         event, stream, sequence: from SUBMITTED on; sequence counts the batches of a stream.
         via: of a Move with an NVMe end, which staging memory it passes: NVME, the host's, or DIRECT, the device's.
+        is_debugged: goes through a file of its request's own, and from there into its destination like a block from NVMe.
     """
 
-    __slots__ = ("batch", "blockers", "dependents", "depends", "destination", "error", "event", "group", "move",
+    __slots__ = ("batch", "blockers", "dependents", "depends", "destination", "error", "event", "group", "is_debugged", "move",
                  "number", "seconds", "sequence", "source", "state", "stream", "via", "work", "writer")
 
     def __init__(self, work: Work, number: int, group: int, source: int, destination: int, move: Move | None) -> None:
@@ -74,6 +75,7 @@ class TransferNode:
         self.stream: Stream | None = None
         self.sequence = 0
         self.via = NVME
+        self.is_debugged = False
 
     def __lt__(self, other: TransferNode) -> bool:
         return self.number < other.number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +21,14 @@ class MoveResult:
         error: None when the bytes are at the destination; otherwise the destination holds garbage.
         num_bytes: bytes copied; 0 after an error.
         seconds: its share of the time spent in copies and file calls (on CUDA, copies count by their submission).
+        ended: when, by ``time.perf_counter``.
     """
 
     move: Move
     error: Exception | None
     num_bytes: int
     seconds: float
+    ended: float = 0.0
 
 
 @dataclass(slots=True)
@@ -64,7 +67,7 @@ class CompletionQueue:
         else:
             counters.failures += 1
         counters.seconds += seconds
-        self._results.append(MoveResult(move, error, num_bytes, seconds))
+        self._results.append(MoveResult(move, error, num_bytes, seconds, time.perf_counter()))
 
     def drain(self) -> list[MoveResult]:
         """Everything added since the last call; each result is given out once, also to several callers."""

@@ -124,6 +124,14 @@ def bench_gds(directory: Annotated[str | None, typer.Option(metavar="DIR", help=
     raise typer.Exit(run_gds(directory=_folder(directory, "--directory"), json_file=json, quick=quick, device=device))
 
 
+@bench.command("load")
+def bench_load(directory: Annotated[str | None, typer.Option(metavar="DIR", help="Folder on the drive to measure.")] = None,
+               json: JsonFile = None, quick: Quick = False) -> None:
+    """Time to first token of a stored prefix: the tier decides, beside always computing and always loading."""
+    from kvtier.bench.load import run_load
+    raise typer.Exit(run_load(directory=_folder(directory, "--directory"), json_file=json, quick=quick))
+
+
 @bench.command("integrity")
 def bench_integrity(directory: Annotated[str | None, typer.Option(metavar="DIR", help="Folder on the drive to work on.")] = None,
                     json: JsonFile = None, quick: Quick = False) -> None:

@@ -11,7 +11,18 @@ import pytest
 from group_engine import LAYOUTS, GroupEngine, attention, cross, mla, recurrent
 from toy_engine import MakeCache, flip_stored_bit, tokens_of
 
-from kvtier import CapacityError, CorruptBlock, KVCacheManager, KVLayout, Request, RequestError, RetentionConfig, TokenRange, TransferError
+from kvtier import (
+    CapacityError,
+    CorruptBlock,
+    KVCacheManager,
+    KVLayout,
+    Request,
+    RequestError,
+    RetentionConfig,
+    TokenRange,
+    TransferError,
+    UnknownBlock,
+)
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
 from kvtier.tiering.handles import Lease
 
@@ -111,7 +122,7 @@ class Wanderer:
 
     def move_a_block(self) -> None:
         tool = self._generator.choice([self.cache.offload, self.cache.onboard, self.cache.read_block])
-        with suppress(RequestError, TransferError, CorruptBlock):  # held, empty, or lost
+        with suppress(RequestError, UnknownBlock, TransferError, CorruptBlock):  # held, empty, of a larger group, or lost
             tool(self._generator.randrange(20), group=self._generator.randrange(len(self.cache.layout.groups)))
 
     def forget(self) -> None:

@@ -202,7 +202,7 @@ def test_an_unknown_block_is_an_error(make_cache: MakeCache, block_id: Any) -> N
 
 def test_a_request_that_asks_for_what_is_not_included_is_refused(make_cache: MakeCache) -> None:
     cache = make_cache()
-    with pytest.raises(RequestError, match="not included yet"):
+    with pytest.raises(RequestError, match="set request_directory_root"):
         cache.add_sequence(Request(1, [1], retention=RetentionConfig([TokenRange(0, None, 50)], directory="/anywhere")))
     with pytest.raises(RequestError, match="max_beam_width is 1"):
         cache.add_sequence(Request(1, [1], beam_width=2))
@@ -338,15 +338,6 @@ def test_an_unknown_device_is_refused(layout: KVLayout) -> None:
 
 
 # -- not included yet -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("call", [
-    lambda cache: cache.prefetch([1, 2]), lambda cache: cache.prefetch(Request(1, [1])),
-    lambda cache: cache.prefetch([1], lora_id=1, cache_salt="a", extra_ids=[1]),
-])
-def test_what_is_not_included_yet_says_what_to_do_instead(make_cache: MakeCache, call: Callable[[KVCacheManager], object]) -> None:
-    with pytest.raises(KVTierError, match=r"is not included yet; \w+"):
-        call(make_cache())
 
 
 @pytest.mark.parametrize("name", ["TierIndex", "TierWorker"])

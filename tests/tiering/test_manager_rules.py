@@ -11,7 +11,6 @@ from toy_engine import PROMPT, MakeCache, ToyEngine, flip_stored_bit
 
 from kvtier import (
     CapacityError,
-    ConfigError,
     CorruptBlock,
     KVCacheManager,
     KVLayout,
@@ -22,7 +21,6 @@ from kvtier import (
     RequestError,
     RetentionConfig,
     TokenRange,
-    TransferMode,
     UnknownRequest,
 )
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
@@ -146,19 +144,6 @@ def test_events_that_nobody_flushes_do_not_pile_up(make_cache: MakeCache) -> Non
     assert len(events) == 16
     assert [event.event_id for event in events] == list(range(events[0].event_id, events[0].event_id + 16))
     assert cache.stats().dropped_events == events[0].event_id
-
-
-@pytest.mark.parametrize("mode", [TransferMode.GDS, TransferMode.POSIX_DEBUG_FALLBACK])
-def test_a_transfer_mode_that_is_not_included_is_refused(make_cache: MakeCache, mode: TransferMode) -> None:
-    cache = make_cache()
-    with pytest.raises(RequestError, match="included yet"):
-        cache.add_sequence(Request(1, PROMPT, retention=RetentionConfig(transfer_mode=mode, directory="x")))
-    assert cache.stats().sequences == 0
-
-
-def test_directories_of_requests_are_refused(make_cache: MakeCache) -> None:
-    with pytest.raises(ConfigError, match="request_directory_root"):
-        make_cache(request_directory_root="somewhere")
 
 
 def test_blocks_of_an_adapter_are_never_served_without_it_after_a_restart(make_cache: MakeCache) -> None:

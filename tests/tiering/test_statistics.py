@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
+from typing import Any
 
 import pytest
 from toy_engine import OTHER, PROMPT, MakeCache, ToyEngine, WarmCache, delays, fails, tokens_of, wait_until
@@ -14,9 +15,12 @@ from kvtier.io.faults import FaultOperation
 from kvtier.tiering.ledger.group import WINDOW, GroupSpec
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.rules import LedgerRules
+from kvtier.tiering.load_speed import LoadMeter
+from kvtier.tiering.loading import LoadDecider
 from kvtier.tiering.statistics import (
     LevelStats,
     PerLevel,
+    PrefetchStats,
     TierCounters,
     collect_groups,
     collect_request,
@@ -27,6 +31,7 @@ from kvtier.tiering.statistics_recorder import StatisticsRecorder, UsagePeaks
 from kvtier.tiering.transfer_balance import TransferBalance
 
 pytestmark = pytest.mark.usefixtures("no_failed_callbacks")
+NOTHING: Any = {"loading": LoadDecider(LoadMeter([1]), True, True).stats(), "prefetch": PrefetchStats()}
 
 
 def held_blocks(cache: KVCacheManager) -> int:
@@ -193,7 +198,7 @@ def test_a_front_that_is_reused_by_copying_counts_as_a_copy(make_cache: MakeCach
 
 
 def test_a_difference_is_of_counters_alone() -> None:
-    counted = StatisticsRecorder(ledger := make_ledger(), ledger.allocators).stats(0, None)
+    counted = StatisticsRecorder(ledger := make_ledger(), ledger.allocators).stats(0, None, **NOTHING)
     assert since(dataclasses.replace(counted, host_dropped=7), dataclasses.replace(counted, host_dropped=5)).host_dropped == 2
     assert type(since(counted, counted)) is TierCounters
 
@@ -292,12 +297,12 @@ def test_a_hit_rate_is_reused_of_all(make_cache: MakeCache) -> None:
 def test_advice_is_said_once_and_can_be_read_while_it_holds(caplog: pytest.LogCaptureFixture) -> None:
     ledger = make_ledger()
     recorder = StatisticsRecorder(ledger, ledger.allocators, [TransferBalance(Level.SECONDARY, window=8, min_blocks=16)])
-    assert recorder.stats(0, None).advice is None
+    assert recorder.stats(0, None, **NOTHING).advice is None
     for _ in range(20):
         for _ in range(3):
             recorder.totals.add(Level.PRIMARY, Level.SECONDARY, 100, 0.1)
         recorder.end_iteration()
-    advice = recorder.stats(0, None).advice
+    advice = recorder.stats(0, None, **NOTHING).advice
     assert advice is not None
     assert "raise secondary_offload_min_priority" in advice
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -308,7 +313,7 @@ def test_advice_is_said_once_and_can_be_read_while_it_holds(caplog: pytest.LogCa
             recorder.totals.add(Level.PRIMARY, Level.SECONDARY, 100, 0.1)
             recorder.totals.add(Level.SECONDARY, Level.PRIMARY, 100, 0.1)
         recorder.end_iteration()
-    assert recorder.stats(0, None).advice is None
+    assert recorder.stats(0, None, **NOTHING).advice is None
 
 
 def test_traffic_with_nvme_is_judged_apart_from_that_with_the_host() -> None:

@@ -226,7 +226,7 @@ class ServingLoop:
                 if end == len(sequence.tokens):
                     sampled += zip([sequence], *greedy(logits[None]), strict=True)
                 if (seconds := self.clock() - began) > 0.0:
-                    self.cache.report_prefill(end - start, seconds)
+                    self.cache.report_prefill(range(start, end), seconds)
                 sequence.computed = end
                 chunks.append(sequence)
         for sequence in chunks:

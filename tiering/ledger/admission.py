@@ -28,6 +28,7 @@ class AdmissionPlan:
         partial: by group, the handles whose first ``partial_tokens`` tokens equal the prompt's next ones; empty without any.
         in_place: whether the partially matched blocks are taken over; otherwise they are copied.
         external_tokens: tokens behind the reused ones that the engine can load from elsewhere.
+        left_tokens: tokens that were found and are computed again all the same.
     """
 
     def __init__(self, request: Request, keys: TokenKeys, namespace: Namespace, num_groups: int) -> None:
@@ -41,6 +42,7 @@ class AdmissionPlan:
         self.partial_tokens = 0
         self.in_place = False
         self.external_tokens = 0
+        self.left_tokens = 0
 
     @property
     def prepopulated(self) -> int:
@@ -103,10 +105,23 @@ class BatchPlanner:
                                f"{plan.num_matched * tokens_per_block}; announce whole blocks of {tokens_per_block} tokens, "
                                f"at most {max(most, 0) // tokens_per_block}")
         if num_new_tokens > plan.partial_tokens:
-            if plan.in_place:
-                self._in_place.pop(plan.partial[self.state.leading_group].id, None)
-            plan.give_up_partial()
+            self._give_up_partial(plan)
             plan.external_tokens = num_new_tokens
+
+    def keep_front(self, plan: AdmissionPlan, num_blocks: int) -> None:
+        """Reuse the first ``num_blocks`` of the matched blocks only: what is behind them is computed again, because that is faster than
+        loading it. Other numbers than 0 only where every group needs all blocks of a prefix."""
+        if num_blocks < plan.num_matched:
+            found = plan.prepopulated
+            self._give_up_partial(plan)
+            plan.rows = [row[:num_blocks] for row in plan.rows]
+            plan.num_matched = num_blocks
+            plan.left_tokens = found - plan.prepopulated
+
+    def _give_up_partial(self, plan: AdmissionPlan) -> None:
+        if plan.in_place:
+            self._in_place.pop(plan.partial[self.state.leading_group].id, None)
+        plan.give_up_partial()
 
     def needed_primary(self, group: int) -> int:
         """Primary handles of a group that carrying the plans out takes: new blocks, copies, promotions."""

@@ -114,6 +114,7 @@ def _fill(state: LedgerState, plan: AdmissionPlan, sequence: ActiveSequence, tak
     sequence.valid = plan.prepopulated
     sequence.computed = plan.prepopulated
     sequence.external_tokens = plan.external_tokens
+    sequence.left_tokens = plan.left_tokens
     sequence.total_blocks = counters.alloc_total - taken_before
     sequence.new_blocks = counters.alloc_new - new_before
     if state.is_chunked:

@@ -292,14 +292,24 @@ class BlockAllocator(FileLevel):
         key = self.chain_key(block) if level == NVME else b""
         spare = self.take(block.priority, 0.0)
         move = self._move(block, spare, 0, key)
-        self._exchange(block, spare)
+        self._rise(block, spare, level)
         self.expect(move)
-        self._publish_level(block, level, PRIMARY)
-        if block.extra is not None:
-            self._requeue_nvme_backing(block)
         if level == NVME:
             self._set_busy(block)
             self._set_busy(spare)
+
+    def rise_into(self, block: Block, own: Block) -> None:
+        """Bring a block to the primary level by giving it the slot of ``own``, a primary handle with the same bytes that nobody but the
+        caller references. ``own`` gets the lower slot, and its one reference ends."""
+        own.ref_count = 0
+        self._rise(block, own, level_of(block.index))
+
+    def _rise(self, block: Block, spare: Block, level: int) -> None:
+        """Exchange a lower block with a primary handle, whose new slot stays the block's backing or is given back at the call's end."""
+        self._exchange(block, spare)
+        self._publish_level(block, level, PRIMARY)
+        if block.extra is not None:
+            self._requeue_nvme_backing(block)
         if self.rules.keep_backing and block.node is not None and block.num_tokens == self.tokens_per_block:
             block.add_backing(spare)
         self._spares.append(spare)

@@ -10,6 +10,7 @@ from kvtier.tiering.ledger.admission import may_store
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.group import CROSS
 from kvtier.tiering.ledger.moves import Move
+from kvtier.tiering.ledger.recomputing import take_places
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
 from kvtier.tiering.ledger.state import LedgerState
 from kvtier.tiering.ledger.storing import store_blocks
@@ -28,6 +29,8 @@ def store(state: LedgerState, sequence: ActiveSequence, with_partial: bool) -> N
     if _may_depend(state, sequence) and sequence.storable_tokens() > first * state.tokens_per_block:
         dependencies = _dependencies_of(state, sequence)
     if not dependencies:
+        if sequence.left_tokens:
+            take_places(state, sequence)
         store_blocks(state.tree, state.allocators, state.groups, state.events, sequence, with_partial)
         return
     outside = [[(first + number, block) for number, block in enumerate(row.blocks[first:]) if block.id >= 0 and block.node is None]

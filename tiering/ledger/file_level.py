@@ -153,6 +153,28 @@ class FileLevel(LevelTable):
             self.counters.dropped += 1
         return victim
 
+    # -- reading ahead ---------------------------------------------------------------------------------------------------
+
+    def raise_from_file(self, block: Block) -> None:
+        """Begin to read queued NVMe content into the secondary slot that is given up next. It is busy, and in no queue, until it is there;
+        whoever matches it meanwhile gets its copy behind that read. The NVMe slot stays its backing."""
+        key = self.chain_key(block)
+        self.queues.claim(block)
+        spare = self._vacate_secondary(cast(Block, self.queues.front(SECONDARY)))
+        self._move(block, spare, 0, key)
+        self._exchange(block, spare)
+        self._publish_level(block, NVME, SECONDARY)
+        self._set_busy(block)
+        self._set_busy(spare)
+        if self.rules.keep_backing:
+            block.add_backing(spare)
+        self.queues.note_use(block)
+
+    def queue_as_used(self, block: Block) -> None:
+        """Queue content as most recently used, without a release: durations go on."""
+        self.queues.note_use(block)
+        self._settle(block)
+
     # -- found at start, found bad ---------------------------------------------------------------------------------------
 
     def adopt_warm(self, row: WarmRow) -> None:

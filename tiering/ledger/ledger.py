@@ -14,7 +14,7 @@ from kvtier.policies.eviction import NOT_QUEUED
 from kvtier.policies.retention import check_priority, priority_of
 from kvtier.pools.pool_index import LEVEL_NAMES, PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger import beams, decoding, drafts, prefill
-from kvtier.tiering.ledger.admission import BatchPlanner, has_private_tail, may_reuse, most_reusable
+from kvtier.tiering.ledger.admission import AdmissionPlan, BatchPlanner, has_private_tail, may_reuse, most_reusable
 from kvtier.tiering.ledger.admitting import carry_out
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.chunks import most_in_prefill
@@ -44,6 +44,13 @@ class Inbound(Protocol):
         """
 
 
+class Loading(Protocol):
+    """Who decides whether what was found on a lower level is worth loading."""
+
+    def num_blocks_to_load(self, plans: Sequence[AdmissionPlan]) -> int:
+        """How many of the last plan's matched blocks are reused: all, or fewer where computing the rest is faster. Must change nothing."""
+
+
 class Ledger(LedgerState):
     """Sequences, reuse tree and handles.
 
@@ -55,6 +62,7 @@ class Ledger(LedgerState):
     def __init__(self, groups: Sequence[GroupSpec], tokens_per_block: int, rules: LedgerRules) -> None:
         super().__init__(groups, tokens_per_block, rules)
         self.inbound: Inbound | None = None
+        self.loading: Loading | None = None
         self._next_lease = 0
         self._next_order = 0
         for number, group in enumerate(self.groups):
@@ -92,6 +100,8 @@ class Ledger(LedgerState):
                 followed = self.follow(request, most_reusable(self, request))
                 adopt_warm_blocks(self.tree, self.allocators, self.groups, followed.namespace, followed.keys, request.num_tokens - 1)
             planner.plan(request)
+            if self.loading is not None and not planner.plans[-1].is_primary:
+                planner.keep_front(planner.plans[-1], self.loading.num_blocks_to_load(planner.plans))
             if self.inbound is not None and may_reuse(self, request):
                 plan = planner.plans[-1]
                 inbound = cast(Any, self.inbound)  # an answer may be of any type, whatever the protocol says

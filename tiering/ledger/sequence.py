@@ -76,6 +76,7 @@ class ActiveSequence:
         must_preempt: a failed block could not be replaced; the engine has to remove this sequence.
         delivered: its hits have been counted.
         external_tokens: tokens behind the reused ones that somebody else has announced.
+        left_tokens: tokens that were found on lower levels and are computed again, because that is faster.
         drafts: proposed tokens that are not part of the sequence; its rows reach to the last of them.
     """
 
@@ -100,6 +101,7 @@ class ActiveSequence:
         self.must_cut = False
         self.delivered = False
         self.external_tokens = 0
+        self.left_tokens = 0
         self.drafts: DraftTree | None = None
         self.total_blocks = 0
         self.new_blocks = 0

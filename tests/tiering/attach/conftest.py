@@ -145,8 +145,8 @@ class ScriptedCache:
         self.free += self.slots.pop(request_id)
         self.calls.append(("remove", request_id, store))
 
-    def report_prefill(self, tokens: int, seconds: float) -> None:
-        assert tokens > 0
+    def report_prefill(self, tokens: int | range, seconds: float) -> None:
+        assert tokens if isinstance(tokens, int) else len(tokens)
         assert seconds >= 0
 
     def refresh(self) -> None:

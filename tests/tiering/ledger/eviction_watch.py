@@ -27,8 +27,9 @@ class Picture:
 
     def check(self, reused_in_place: set[tuple[int, int]]) -> None:
         """After a call that took blocks. ``reused_in_place``: group and id of those taken for their first tokens, whatever their turn."""
-        gone = [priority for block, priority, _stamp in self.cached if (block.node is None and (self.group, block.id) not in reused_in_place)
-                or (block.ref_count == 0 and level_of(block.index) != self.level)]
+        gone = [priority for block, priority, _stamp in self.cached
+                if (block.node is None and (self.group, block.id) not in reused_in_place)
+                or (block.ref_count == 0 and level_of(block.index) > self.level)]  # one that rises takes no slot of this level
         # What a new block starts as a copy of is held for the call, and stays whatever its priority; it is released again at its end.
         kept = [priority for block, priority, stamp in self.cached
                 if block.node is not None and self.is_free(block) and block.stamp == stamp]

@@ -6,6 +6,7 @@ its own tokens say in every group and beam, and a subscriber to the events knows
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ from naive_model import Driver, Subscriber, snapshot
 from pretend_tier import always, never
 
 from kvtier.errors import CapacityError, RequestError
-from kvtier.pools.pool_index import NVME, PRIMARY
+from kvtier.pools.pool_index import NVME, PRIMARY, level_of
 from kvtier.tiering.ledger import capacity
-from kvtier.tiering.ledger.group import CROSS, KIND_NAMES, GroupSpec
+from kvtier.tiering.ledger.admission import AdmissionPlan
+from kvtier.tiering.ledger.group import CROSS, FULL, KIND_NAMES, GroupSpec
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Move, WarmRow
+from kvtier.tiering.ledger.raising import is_unused, raise_to_primary, raise_to_secondary, stored_prefix
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.ledger.truncating import truncate
@@ -43,6 +46,20 @@ class Elsewhere:
     def num_new_matched_tokens(self, request: Request, num_matched_tokens: int) -> int:
         behind = (request.num_tokens - 1 - num_matched_tokens) // self.tokens_per_block
         return max(min(self.num_blocks, behind), 0) * self.tokens_per_block
+
+
+class WorthLoading:
+    """Somebody who thinks that only the first ``num_blocks`` blocks of a prefix are worth loading; None: all."""
+
+    def __init__(self, groups: Sequence[GroupSpec]) -> None:
+        self.can_split = all(group.kind in (FULL, CROSS) for group in groups)
+        self.num_blocks: int | None = None
+
+    def num_blocks_to_load(self, plans: Sequence[AdmissionPlan]) -> int:
+        matched = plans[-1].num_matched
+        if self.num_blocks is None or self.num_blocks >= matched:
+            return matched
+        return self.num_blocks if self.can_split else 0
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -69,6 +86,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.elsewhere = Elsewhere(tokens_per_block)
         self.ledger = Ledger(self.groups, tokens_per_block, self.rules_)
         self.ledger.inbound = self.elsewhere
+        self.worth = WorthLoading(self.groups)
+        self.ledger.loading = self.worth
         self.driver = self.driver_type(self.ledger)
         self.now = 0.0
         self.next_id = 0
@@ -154,6 +173,26 @@ class LedgerMachine(RuleBasedStateMachine):
     def change_what_is_elsewhere(self, num_blocks: int) -> None:
         self.elsewhere.num_blocks = num_blocks
 
+    @rule(num_blocks=st.sampled_from((None, None, 0, 1, 2)))
+    def change_what_is_worth_loading(self, num_blocks: int | None) -> None:
+        self.worth.num_blocks = num_blocks
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data(), steps=st.integers(1, 12))
+    def raise_ahead(self, data: st.DataObject, steps: int) -> None:
+        """Blocks go up one level at a time, whatever else is going on."""
+        request = Request(-1, **data.draw(st.sampled_from(self.prompts)))
+        for stored in stored_prefix(self.ledger, request)[:steps]:
+            level = level_of(stored.block.index)
+            if not is_unused(self.ledger, stored) or level == PRIMARY:
+                continue
+            before = snapshot(self.ledger)
+            if (raise_to_secondary if level == NVME else raise_to_primary)(self.ledger, stored, {data.draw(st.integers(0, 8))}):
+                assert level_of(stored.block.index) == level - 1
+            else:
+                assert snapshot(self.ledger) == before
+        self.driver.tiers.fetch()
+
     @rule(source_is_bad=st.booleans())
     def change_the_kind_of_failing_reads(self, source_is_bad: bool) -> None:
         for tier in self.driver.tiers.groups:
@@ -204,6 +243,7 @@ class LedgerMachine(RuleBasedStateMachine):
         old = self.driver
         self.ledger = Ledger(self.groups, self.tokens_per_block, self.rules_)
         self.ledger.inbound = self.elsewhere
+        self.ledger.loading = self.worth
         self.ledger.set_time(self.now)
         self.driver = self.driver_type(self.ledger)
         self.driver.ever_stored = old.ever_stored

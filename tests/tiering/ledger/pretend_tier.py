@@ -13,7 +13,8 @@ from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Discard, Move
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
 
-LEGAL_MOVES: Final = {(PRIMARY, PRIMARY), (PRIMARY, SECONDARY), (SECONDARY, PRIMARY), (SECONDARY, NVME), (NVME, PRIMARY)}
+LEGAL_MOVES: Final = {(PRIMARY, PRIMARY), (PRIMARY, SECONDARY), (SECONDARY, PRIMARY), (SECONDARY, NVME), (NVME, PRIMARY),
+                     (NVME, SECONDARY)}
 
 Place = tuple[int, int]
 Decide = Callable[[Move], bool]

@@ -54,7 +54,7 @@ class ServingMachine(LedgerMachine):
             return
         if len(self.groups) == 1 and self.groups[0].kind == FULL:
             assert all(sequence.reused_blocks + sequence.missed_blocks == len(sequence.blocks) for sequence in sequences)
-        if len(batch) == 1:
+        if len(batch) == 1 and not sequences[0].left_tokens:
             self.check_forecast(sequences[0], forecast, estimates)
 
     def check_forecast(self, sequence: ActiveSequence, forecast: capacity.PrefixReuse, estimates: list[int]) -> None:

@@ -78,6 +78,7 @@ class Engine:
         estimated = [capacity.needed_blocks_one_step(run.ledger, sequence, False, group) for group in groups]
         free = [run.free(group, PRIMARY) for group in groups]
         left = sequence.request.max_new_tokens - (sequence.num_tokens - sequence.request.num_tokens)
+        lost = run.ledger.counters.lost
         try:
             run.propose(sequence, drafted, parents)
         except CapacityError:
@@ -85,7 +86,7 @@ class Engine:
             assert sequence.drafts is None
             assert left < len(drafted) or any(need > have for need, have in zip(estimated, free, strict=True)), "it fits"
             return
-        if left >= len(drafted):
+        if left >= len(drafted) and run.ledger.counters.lost == lost:  # what was lost meanwhile has been exchanged
             taken = [have - run.free(group, PRIMARY) for group, have in zip(groups, free, strict=True)]
             assert all(took <= need for took, need in zip(taken, estimated, strict=True)), (taken, estimated)
 

@@ -24,10 +24,10 @@ class Gate:
     """Holds the first copy out of the device back until it is opened."""
 
     def __init__(self, rig: Any) -> None:
-        self._copier = rig.transfers._copiers[0][SECONDARY, PRIMARY]
+        self._copier = rig.transfers._routes._copiers[0][SECONDARY, PRIMARY]
         self._is_first = True
         self._open = threading.Event()
-        rig.transfers._copiers[0][SECONDARY, PRIMARY] = self
+        rig.transfers._routes._copiers[0][SECONDARY, PRIMARY] = self
 
     def copy(self, pairs: Sequence[tuple[int, int]], num_tokens: int = 0) -> None:
         is_first, self._is_first = self._is_first, False
