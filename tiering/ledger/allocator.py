@@ -293,7 +293,7 @@ class BlockAllocator(FileLevel):
         spare = self.take(block.priority, 0.0)
         move = self._move(block, spare, 0, key)
         self._rise(block, spare, level)
-        self.arriving[block.index] = move
+        self.expect(move)
         if level == NVME:
             self._set_busy(block)
             self._set_busy(spare)
@@ -316,7 +316,7 @@ class BlockAllocator(FileLevel):
 
     def copy(self, source: Block, target: Block, num_tokens: int) -> None:
         """Copy the first tokens of one handle's content into another's slot."""
-        self.arriving[target.index] = self._move(source, target, num_tokens, b"")
+        self.expect(self._move(source, target, num_tokens, b""))
         if self.unconfirmed.by_block:
             self.unconfirmed.copied(source, target)
 

@@ -7,7 +7,7 @@ from kvtier.tiering.ledger.admission import may_reuse, most_reusable, num_new_bl
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.chunks import chunk_end
 from kvtier.tiering.ledger.decoding import num_tail_copies
-from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
+from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW
 from kvtier.tiering.ledger.key import BlockKey, Namespace, TokenKeys, multimodal_keys
 from kvtier.tiering.ledger.node import Walk
 from kvtier.tiering.ledger.prefill import num_chunk_blocks
@@ -221,9 +221,9 @@ def remaining_blocks_to_completion(state: LedgerState, request: Request | Active
             for position in range(len(row.blocks) - 1, end // state.tokens_per_block):
                 if state.geometries[group].keeps_state(position, asked.num_tokens):
                     ahead += 1
-        return min(ahead, max(total - held_blocks(request, group), 0))
+        return min(ahead, max(total - held_blocks(request, group), 0)) + _leased_tails(state, request, group, end)
     if kind != WINDOW:
-        return max(total - held_blocks(request, group), 0)
+        return max(total - held_blocks(request, group), 0) + (_leased_tails(state, request, group, end) if kind == FULL else 0)
     left = max(total - _exclusive_blocks(request, group), 0)
     geometry = state.geometries[group]
     return min(left, num_chunk_blocks(geometry, request, request.rows[group], end) + num_tail_copies(state, request, group))
@@ -278,6 +278,22 @@ def _exclusive_blocks(sequence: ActiveSequence, group: int) -> int:
             if block.id >= 0:
                 references[block.id] = references.get(block.id, block.ref_count) - 1
     return sum(1 for left in references.values() if left == 0)
+
+
+def _leased_tails(state: LedgerState, sequence: ActiveSequence, group: int, end: int) -> int:
+    """Blocks of a group that the next of ``end`` tokens are written into, or running states that go on, and that a lease holds too: each
+    is copied, and stays beside its copy."""
+    row = sequence.rows[group]
+    references: dict[int, int] = {}
+    if sequence.num_tokens < end:
+        is_state = state.geometries[group].kind == RECURRENT
+        for beam in range(len(row.other_beams) + 1):
+            blocks = row.beam(beam)
+            number = len(blocks) - 1 if is_state else sequence.num_tokens // state.tokens_per_block
+            if number < len(blocks):
+                last = blocks[number]
+                references[last.id] = references.get(last.id, last.ref_count) - 1
+    return sum(1 for left in references.values() if left > 0)
 
 
 def held_blocks(sequence: ActiveSequence, group: int) -> int:

@@ -14,7 +14,7 @@ from kvtier.tiering.ledger.recomputing import take_places
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
 from kvtier.tiering.ledger.state import LedgerState
 from kvtier.tiering.ledger.storing import store_blocks
-from kvtier.tiering.ledger.unconfirmed import UnconfirmedBlocks
+from kvtier.tiering.ledger.unconfirmed import Unconfirmed, UnconfirmedBlocks
 
 Dependencies = list[tuple[int, Move]]
 """Moves that have not ended, each with the position from which on the sequence's blocks depend on it."""
@@ -53,13 +53,17 @@ def leave_behind(state: LedgerState, row: SequenceRow, position: int, block: Blo
     allocator = state.allocators[row.group]
     waits: dict[int, Move] = {}
     move = _move_into(allocator.arriving, block)
-    if move is not None:
-        waits[move.number] = move
     unconfirmed = allocator.unconfirmed.by_block.get(block.id)
     if unconfirmed is not None:
+        if move is None and row.left_behind:
+            last = row.left_behind[-1]
+            if last.source is unconfirmed and last.waits and last.position <= position:
+                return
         waits.update(unconfirmed.waits)
+    if move is not None:
+        waits[move.number] = move
     if waits:
-        row.left_behind = [*row.left_behind, allocator.unconfirmed.note_departed(position, waits)]
+        row.left_behind = [*row.left_behind, allocator.unconfirmed.note_departed(position, waits, unconfirmed)]
 
 
 def note_delivery(state: LedgerState, sequence: ActiveSequence) -> None:
@@ -108,7 +112,7 @@ def _has_unconfirmed(state: LedgerState) -> bool:
 def _may_depend(state: LedgerState, sequence: ActiveSequence) -> bool:
     for row in sequence.rows:
         allocator = state.allocators[row.group]
-        if allocator.unconfirmed.by_move or (allocator.arriving and not row.is_settled):
+        if allocator.unconfirmed.by_move or ((allocator.arriving or allocator.overtaken) and not row.is_settled):
             return True
     return False
 
@@ -118,15 +122,17 @@ def _dependencies_of(state: LedgerState, sequence: ActiveSequence) -> Dependenci
     found: Dependencies = []
     for row in sequence.rows:
         geometry = state.geometries[row.group]
-        arriving = state.allocators[row.group].arriving
-        if arriving and geometry.kind != CROSS:
-            for position, block in enumerate(row.blocks):
-                if block.id >= 0:
-                    move = _move_into(arriving, block)
-                    if move is not None:
-                        found.append((position, move))
+        allocator = state.allocators[row.group]
+        arriving = allocator.arriving
+        if geometry.kind != CROSS:
+            if arriving:
+                for position, block in enumerate(row.blocks):
+                    if block.id >= 0:
+                        move = _move_into(arriving, block)
+                        if move is not None:
+                            found.append((position, move))
             for num_tokens, copy in row.state_copies:  # whatever stands where now, the state was that from there on
-                if arriving.get(copy.destination) is copy:
+                if allocator.is_pending(copy):
                     found.append((num_tokens // state.tokens_per_block, copy))
         found.extend(_unconfirmed_dependencies(state, row))
     return found
@@ -142,10 +148,16 @@ def _unconfirmed_dependencies(state: LedgerState, row: SequenceRow) -> Dependenc
     for left in row.left_behind:
         found.extend([(left.position, move) for move in left.waits.values()])
     if unconfirmed.by_block:
+        seen: set[int] = set()  # what is stored behind many blocks that have not arrived waits for all of them: each counts once
+        last: Unconfirmed | None = None
         for position, block in enumerate(row.blocks):
             noted = unconfirmed.by_block.get(block.id)
-            if noted is not None:
-                found.extend([(position, move) for move in noted.waits.values()])
+            if noted is not None and noted is not last:
+                last = noted
+                for number, move in noted.waits.items():
+                    if number not in seen:
+                        seen.add(number)
+                        found.append((position, move))
     return found
 
 

@@ -27,6 +27,7 @@ class FileLevel(LevelTable):
     Attributes:
         writes_in_flight: Moves to NVMe that have not ended.
         arriving: by primary slot, the last Move into it, until it has ended.
+        overtaken: numbers of earlier Moves into such slots that have not ended, though another one will write there.
         unconfirmed: blocks of this group computed from what had not arrived.
     """
 
@@ -36,6 +37,7 @@ class FileLevel(LevelTable):
         self.writes_in_flight = 0
         self._stamp_seen = 0  # of the queues, when the primary level was last written ahead to its end
         self.arriving: dict[PoolIndex, Move] = {}
+        self.overtaken: set[int] = set()
         self.unconfirmed = UnconfirmedBlocks()
 
     # -- writing ---------------------------------------------------------------------------------------------------------
@@ -207,7 +209,18 @@ class FileLevel(LevelTable):
             self.quarantined.add(slot)
             self.counters.quarantined += 1
 
-    # -- Moves that have ended -------------------------------------------------------------------------------------------
+    # -- Moves that have not ended, and that have ------------------------------------------------------------------------
+
+    def expect(self, move: Move) -> None:
+        """This Move is the last one into its primary slot."""
+        earlier = self.arriving.get(move.destination)
+        if earlier is not None:
+            self.overtaken.add(earlier.number)
+        self.arriving[move.destination] = move
+
+    def is_pending(self, move: Move) -> bool:
+        """Whether a Move into a primary slot has not ended."""
+        return self.arriving.get(move.destination) is move or move.number in self.overtaken
 
     def finished(self, move: Move) -> None:
         """A Move has ended well."""
@@ -272,8 +285,11 @@ class FileLevel(LevelTable):
         if source_level == NVME or level == NVME:
             self._end_busy(source_level, source_slot)
             self._end_busy(level, slot)
-        if level == PRIMARY and self.arriving.get(move.destination) is move:
-            del self.arriving[move.destination]
+        if level == PRIMARY:
+            if self.arriving.get(move.destination) is move:
+                del self.arriving[move.destination]
+            elif self.overtaken:
+                self.overtaken.discard(move.number)
         return self.holders[source_level][source_slot], self.holders[level][slot]
 
     def _end_write(self, source: Block, target: Block) -> None:

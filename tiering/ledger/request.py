@@ -84,6 +84,10 @@ class MultimodalItem:
         self.digest = digest
         self.runs: tuple[tuple[int, int], ...] = tuple((start, length) for start, length in runs)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """For ``copy`` and ``pickle``, which find no attributes in a compiled object."""
+        return type(self), (self.digest, self.runs)
+
 
 class Request:
     """One sequence to be served.
@@ -155,6 +159,19 @@ class Request:
         self.lora_digest: bytes | None = lora_digest
         self.extra_ids_digest: bytes | None = extra_ids_digest
         self.encoder_digest: bytes | None = encoder_digest
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """For ``copy`` and ``pickle``, which find no attributes in a compiled object."""
+        keywords = {"lora_id": self.lora_id, "cache_salt": self.cache_salt, "extra_ids": self.extra_ids, "multimodal": self.multimodal,
+                    "retention": self.retention, "beam_width": self.beam_width, "max_new_tokens": self.max_new_tokens,
+                    "num_draft_tokens": self.num_draft_tokens, "encoder_length": self.encoder_length, "skip_read": self.skip_read,
+                    "skip_write": self.skip_write, "lora_digest": self.lora_digest, "extra_ids_digest": self.extra_ids_digest,
+                    "encoder_digest": self.encoder_digest}
+        return _made_again, (type(self), self.id, self.token_bytes, keywords)
+
+
+def _made_again(kind: type[Request], id: int, tokens: bytes, keywords: dict[str, object]) -> Request:
+    return kind(id, memoryview(tokens).cast("i"), **keywords)
 
 
 def _check_owner(id: int, lora_id: object, cache_salt: object) -> None:

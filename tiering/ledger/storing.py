@@ -12,7 +12,7 @@ from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.group import FULL, RECURRENT, WINDOW, GroupSpec
 from kvtier.tiering.ledger.key import KeyRun, Namespace, TokenKeys, next_chain_key
 from kvtier.tiering.ledger.node import Node, Walk
-from kvtier.tiering.ledger.sequence import ActiveSequence
+from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
 from kvtier.tiering.ledger.tree import ReuseTree
 
 
@@ -85,7 +85,7 @@ def store_blocks(tree: ReuseTree, allocators: list[BlockAllocator], groups: list
         return
     walk = tree.walk(tree.root(sequence.namespace), keys, usable)
     end = min(usable // tokens_per_block, max(sequence.num_prefix_blocks, sequence.num_stored))  # blocks behind were never in the tree
-    if _leave_other_places(tree, allocators, order, sequence, walk, end):
+    if _leave_other_places(tree, allocators, groups, order, sequence, walk, end):
         walk = tree.walk(tree.root(sequence.namespace), keys, usable)
     sequence.num_stored = max(sequence.num_stored, usable // tokens_per_block + 1)
     num_old = len(walk.nodes)
@@ -98,13 +98,15 @@ def store_blocks(tree: ReuseTree, allocators: list[BlockAllocator], groups: list
             tail = place[0]
     for group in order:
         blocks = sequence.rows[group].blocks
+        gone = _out_of_window(groups[group], sequence.rows[group], tokens_per_block)
         is_whole = groups[group].kind == FULL  # the others have placeholders in some places
         runs = StoredRuns(events, group, PRIMARY)
         number = 0
         for i in range(num_old):
             node = walk.nodes[i]
             if node.present[group] < node.length:
-                _fill_holes(tree, runs, node, old_counts[i], group, blocks, number)
+                for first, end in _spans_beside(gone, number, number + old_counts[i]):
+                    _fill_holes(tree, runs, node, group, blocks, number, first, end)
             number += old_counts[i]
         for node, first, count in spans:
             if is_whole:
@@ -122,21 +124,23 @@ def store_blocks(tree: ReuseTree, allocators: list[BlockAllocator], groups: list
     tree.prune(walk.end()[0] if tail is None else tail)  # where no group had a handle for the last places
 
 
-def _leave_other_places(tree: ReuseTree, allocators: list[BlockAllocator], order: list[int], sequence: ActiveSequence, walk: Walk,
-                        end: int) -> bool:
+def _leave_other_places(tree: ReuseTree, allocators: list[BlockAllocator], groups: list[GroupSpec], order: list[int],
+                        sequence: ActiveSequence, walk: Walk, end: int) -> bool:
     """Handles that will be needed at this prompt's places and sit elsewhere leave, before any place is made: leaving prunes."""
     found: list[tuple[int, Block]] = []
     for group in order:
         blocks = sequence.rows[group].blocks
+        gone = _out_of_window(groups[group], sequence.rows[group], sequence.keys.tokens_per_block)
         number = 0
         for step in range(len(walk.nodes)):
             node = walk.nodes[step]
             count = walk.counts[step]
             if node.present[group] < node.length:
                 values = node.values[group]
-                for position in range(count):
-                    if values[position] is None and blocks[number + position].node is not None:
-                        found.append((group, blocks[number + position]))
+                for first, stop in _spans_beside(gone, number, number + count):
+                    for place in range(first, stop):
+                        if values[place - number] is None and blocks[place].node is not None:
+                            found.append((group, blocks[place]))
             number += count
         for number in range(walk.num_blocks, end):
             if blocks[number].node is not None:
@@ -160,13 +164,28 @@ def _has_tail(order: list[int], groups: list[GroupSpec], sequence: ActiveSequenc
     return has_handle
 
 
-def _fill_holes(tree: ReuseTree, runs: StoredRuns, node: Node, count: int, group: int, blocks: list[Block], number: int) -> None:
-    """Of the first ``count`` places of a run those that are empty; the prompt's block ``number`` belongs into the first place."""
+def _fill_holes(tree: ReuseTree, runs: StoredRuns, node: Node, group: int, blocks: list[Block], number: int, first: int,
+                end: int) -> None:
+    """Of the prompt's blocks ``[first, end)`` those whose places are empty; its block ``number`` belongs into the run's first place."""
     values = node.values[group]
-    for position in range(count):
-        if values[position] is None and blocks[number + position].id >= 0:
-            tree.attach(node, position, group, blocks[number + position], tree.tokens_per_block)
-            runs.add(node, position, number + position, blocks, number + position, 1)
+    for place in range(first, end):
+        if values[place - number] is None and blocks[place].id >= 0:
+            tree.attach(node, place - number, group, blocks[place], tree.tokens_per_block)
+            runs.add(node, place - number, place, blocks, place, 1)
+
+
+def _out_of_window(group: GroupSpec, row: SequenceRow, tokens_per_block: int) -> tuple[int, int]:
+    """Positions (begin, end) of a row that have left the window: placeholders, which a long sequence need not look at each time."""
+    begin = (group.sinks + tokens_per_block - 1) // tokens_per_block
+    return begin, begin + row.num_departed
+
+
+def _spans_beside(gone: tuple[int, int], first: int, end: int) -> list[tuple[int, int]]:
+    """The positions ``[first, end)`` less those that are gone."""
+    begin, stop = gone
+    if begin == stop or stop <= first or end <= begin:
+        return [(first, end)]
+    return [(first, max(begin, first)), (min(stop, end), end)]
 
 
 def _attach_real(tree: ReuseTree, runs: StoredRuns, node: Node, first: int, group: int, blocks: list[Block], number: int,

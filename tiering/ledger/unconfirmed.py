@@ -21,14 +21,16 @@ class Unconfirmed:
         blocks: stored ones. None for a block that a sequence has read, and that has left its window since.
         position: of that block in the sequence.
         waits: the Moves. Empty as well once nobody cares any more.
+        source: what the block that has left was noted in. Those noted together wait together: the first of them speaks for all.
     """
 
-    __slots__ = ("blocks", "position", "waits")
+    __slots__ = ("blocks", "position", "source", "waits")
 
-    def __init__(self, blocks: list[Block], position: int, waits: Waits) -> None:
+    def __init__(self, blocks: list[Block], position: int, waits: Waits, source: Unconfirmed | None = None) -> None:
         self.blocks = blocks
         self.position = position
         self.waits = waits
+        self.source = source
 
 
 class UnconfirmedBlocks:
@@ -50,9 +52,9 @@ class UnconfirmedBlocks:
             self.by_block[block.id] = unconfirmed
         self._register(unconfirmed)
 
-    def note_departed(self, position: int, waits: Waits) -> Unconfirmed:
+    def note_departed(self, position: int, waits: Waits, source: Unconfirmed | None) -> Unconfirmed:
         """A sequence lets go of a block that waits for these Moves: what it computes stays in doubt."""
-        unconfirmed = Unconfirmed([], position, dict(waits))
+        unconfirmed = Unconfirmed([], position, dict(waits), source)
         self._register(unconfirmed)
         return unconfirmed
 
@@ -78,10 +80,14 @@ class UnconfirmedBlocks:
         return True
 
     def failed(self, number: int) -> list[Block]:
-        """A Move has failed. Returns the blocks that are lost with it, which wait for nothing any more."""
+        """A Move has failed. Returns the blocks that are lost with it, which wait for nothing any more.
+
+        A handle without content that nobody holds has been given up before; it may be the backing of another block by now.
+        """
         lost: list[Block] = []
         for unconfirmed in self.by_move.pop(number, []):
-            lost.extend([block for block in unconfirmed.blocks if self.by_block.get(block.id) is unconfirmed])
+            lost.extend([block for block in unconfirmed.blocks if self.by_block.get(block.id) is unconfirmed
+                         and (block.ref_count > 0 or block.has_content)])
             if unconfirmed.blocks:
                 self.give_up(unconfirmed)
         return lost

@@ -10,7 +10,8 @@ from naive_model import Driver
 
 from kvtier.pools.pool_index import PRIMARY
 from kvtier.tiering.ledger import capacity
-from kvtier.tiering.ledger.group import CROSS, WINDOW, GroupSpec
+from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupSpec
+from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.rules import LedgerRules
@@ -115,3 +116,24 @@ def compute_in_chunks(ledger: Ledger, request_id: int) -> None:
     while sequence.computed < sequence.num_tokens:
         assert ledger.extend_prefill(request_id)
         ledger.mark_computed(request_id, sequence.covered)
+
+
+@pytest.mark.parametrize("group", [GroupSpec((40, 0, 0), FULL), GroupSpec((40, 0, 0), WINDOW, 9),
+                                   GroupSpec((40, 0, 0), RECURRENT, snapshot_interval=8)])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_what_a_lease_keeps_of_unfilled_blocks_is_counted_to_completion(group: GroupSpec, beams: int) -> None:
+    """The next token goes into a copy; the block that is copied stays with the lease."""
+    ledger = Ledger([group], 4, LedgerRules())
+    ledger.add_sequences([Request(0, range(5), beam_width=beams, max_new_tokens=12)])
+    ledger.mark_computed(0, 5)
+    ledger.append_step([0], [[7] * beams])
+    lease = ledger.pin(0)
+    left = capacity.remaining_blocks_to_completion(ledger, ledger.sequence(0))
+    allocator = ledger.allocators[0]
+    others = allocator.take_many(allocator.queues.num_free(PRIMARY) - left, 35, 0.0)
+    for _ in range(11):
+        ledger.append_step([0], [[7] * beams])
+    ledger.release_lease(lease)
+    ledger.remove_sequence(0, True)
+    allocator.release_many(others)
+    verify(ledger)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -234,3 +238,19 @@ def test_a_malformed_run_is_refused_when_the_item_is_made(runs: object) -> None:
 def test_an_argument_of_another_kind_is_refused(keywords: dict[str, object]) -> None:
     with pytest.raises(RequestError):
         Request(1, [5], **keywords)
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+def test_a_request_can_be_copied_and_sent_to_another_process(again: Callable[[Any], Any]) -> None:
+    keywords: dict[str, Any] = {
+        "lora_id": 3, "cache_salt": "tenant", "extra_ids": (1, UINT64_MAX), "retention": RetentionConfig(decode_priority=7),
+        "beam_width": 2, "max_new_tokens": 9, "num_draft_tokens": 4, "encoder_length": 6, "skip_read": True, "skip_write": True,
+        "lora_digest": b"\x03" * 32, "extra_ids_digest": b"\x04" * 32, "encoder_digest": b"\x05" * 32}
+    made = Request(7, [5, INT32_MIN], multimodal=[MultimodalItem(IMAGE, [(0, 1), (1, 1)])], **keywords)
+    assert keywords.keys() | {"id", "tokens", "multimodal"} == inspect.signature(Request).parameters.keys(), "every argument is looked at"
+    other = again(made)
+    assert other is not made
+    assert (other.id, other.token_bytes, other.num_tokens) == (7, made.token_bytes, 2)
+    assert {name: getattr(other, name) for name in keywords} == keywords
+    [item] = other.multimodal
+    assert (item.digest, item.runs) == (IMAGE, ((0, 1), (1, 1)))

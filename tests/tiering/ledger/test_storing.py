@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.pools.pool_index import NVME, PRIMARY, level_of, pool_index
+from kvtier.tiering.ledger import storing as storing_module
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import Removed, Stored
 from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupSpec
@@ -289,3 +290,32 @@ def test_looking_for_warm_blocks_changes_nothing() -> None:
     assert [[number for number, _block in numbered] for numbered in found] == [[0, 1], [1]]
     assert shelf.ledger.tree.roots == {}
     assert shelf.events() == []
+
+
+class Watched(list[Block]):
+    """A row's blocks that counts how often one of them is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, int):
+            self.looks += 1
+        return super().__getitem__(place)
+
+
+@pytest.mark.skipif(not str(storing_module.__file__).endswith(".py"), reason="compiled code looks at lists past their methods")
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_a_long_generation_does_not_look_at_what_has_left_its_window_each_time_that_it_stores(sinks: int) -> None:
+    """What has left is given up soon, and leaves holes in the tree: places that the sequence has nothing for any more."""
+    ledger = Ledger([GroupSpec((12, 0, 0), WINDOW, 8, sinks)], WIDTH, LedgerRules(policy="lru"))
+    ledger.add_sequences([Request(1, [5])])
+    row = ledger.sequence(1).rows[0]
+    row.blocks = Watched(row.blocks)
+    counts = []
+    for _ in range(2):
+        row.blocks.looks = 0
+        for token in range(200):
+            ledger.append_step([1], [[token]])
+        counts.append(row.blocks.looks)
+    assert ledger.counters.dropped > 50
+    assert counts[1] <= 1.2 * counts[0]

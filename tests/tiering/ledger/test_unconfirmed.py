@@ -17,6 +17,7 @@ from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.confirming import awaited_slots
 from kvtier.tiering.ledger.events import Removed
 from kvtier.tiering.ledger.group import FULL, RECURRENT, WINDOW, GroupSpec
+from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Move
 from kvtier.tiering.ledger.request import Request
@@ -225,6 +226,105 @@ def test_a_copy_made_after_the_sequence_was_ready_counts_as_well() -> None:
     assert [block.node is not None for block in blocks] == [True, False, False]
     run.ledger.release_lease(lease)
     run.ledger.remove_sequence(sequence.id, False)
+
+
+def test_a_forgotten_block_that_has_become_a_backing_is_not_lost_with_what_it_had_been_computed_from() -> None:
+    run = HandRun(8, 4, 4, write_ahead_share=0.0)
+    on_secondary(run, "a")
+    [other] = run.serve("z")
+    sequence = run.add("ab")
+    move = pending(run, SECONDARY, PRIMARY)
+    [_a, b] = stored(run, sequence, "ab")
+    run.driver.remove(sequence.id, True)
+    run.ledger.offload(b.id)
+    truncate(run.ledger, run.request("ab"), 4)
+    run.ledger.write_everything_out()
+    assert other.secondary_backing is b
+    run.tier.fetch()
+    for record in [waiting for waiting in run.tier.waiting if waiting is not move and isinstance(waiting, Move)]:
+        run.tier.carry_out(record, False)
+        run.ledger.finish(record, False)
+    dropped = run.dropped()
+    fails(run, move)
+    assert run.dropped() == dropped
+    assert other.secondary_backing is b
+    verify(run.ledger)
+
+
+def test_what_was_computed_from_a_state_is_lost_with_it_though_another_one_starts_in_its_slot() -> None:
+    """The first beam continues the second one; its own state, which has not arrived, is given up, and its slot is taken."""
+    ledger = Ledger([GroupSpec((24, 0, 0), FULL), GroupSpec((8, 0, 0), RECURRENT, snapshot_interval=4)], 4, LedgerRules(policy="lru"))
+
+    def moves() -> list[Move]:
+        return [record for record in ledger.moves.take() if isinstance(record, Move)]
+
+    prompt = list(range(1, 9))
+    ledger.add_sequences([Request(0, [*prompt, 99])])
+    ledger.mark_computed(0, 9)
+    ledger.remove_sequence(0, True)
+    for move in moves():
+        ledger.finish(move, False)
+    [sequence] = ledger.add_sequences([Request(1, [*prompt, *range(50, 63)], beam_width=2)])
+    assert sequence.prepopulated == 8
+    [copy] = moves()
+    ledger.mark_computed(1, 21)
+    ledger.append_step([1], [[5, 6]])
+    parted = moves()
+    ledger.reorder_beams(1, [1, 1])
+    ledger.add_sequences([Request(2, [*prompt, 70])])
+    [later] = moves()
+    assert later.destination == copy.destination
+    ledger.store_context(1)
+    blocks = sequence.blocks[2:5]
+    assert all(block.node is not None for block in blocks)
+    ledger.finish(copy, True)
+    assert all(block.node is None for block in blocks)
+    for move in [*parted, later]:
+        ledger.finish(move, False)
+    assert not any(allocator.overtaken or allocator.arriving for allocator in ledger.allocators)
+    for request_id in (1, 2):
+        ledger.remove_sequence(request_id, False)
+    verify(ledger)
+
+
+def test_each_move_is_waited_for_once_however_much_was_stored_behind_it() -> None:
+    run = HandRun(24, 8)
+    on_secondary(run, "abcd")
+    sequence = run.add("abcdefghijkl")
+    moves = [record for record in run.tier.waiting if isinstance(record, Move)]
+    assert len(moves) == 4
+    for computed in (24, 32, 40, 48):
+        run.ledger.mark_computed(sequence.id, computed)
+        run.ledger.store_context(sequence.id)
+    assert len(run.ledger.allocators[0].unconfirmed.by_block) == 8
+    assert sorted(awaited_slots(run.ledger, sequence, 0)) == sorted(move.destination for move in moves)
+    run.ledger.remove_sequence(sequence.id, False)
+
+
+def test_of_blocks_that_leave_a_window_and_wait_for_the_same_the_first_speaks_for_all() -> None:
+    ledger = Ledger([GroupSpec((40, 8, 0), FULL), GroupSpec((40, 8, 0), WINDOW, 8)], 4, LedgerRules(policy="lru"))
+    ledger.add_sequences([Request(0, range(9))])
+    ledger.mark_computed(0, 9)
+    ledger.remove_sequence(0, True)
+    for block_id in (0, 1):
+        ledger.offload(block_id)
+    for move in ledger.moves.take():
+        ledger.finish(move, False)
+    [sequence] = ledger.add_sequences([Request(1, range(60))])
+    moves = ledger.moves.take()
+    assert (sequence.prepopulated, len(moves)) == (8, 2)
+    ledger.mark_computed(1, 60)
+    ledger.append_step([1], [[5]])
+    row = sequence.rows[1]
+    assert row.num_departed > 10
+    assert [left.position for left in row.left_behind] == [2]
+    ledger.finish(moves[0], True)
+    assert (sequence.computed, sequence.must_report) == (0, True)
+    assert capacity.match(ledger, Request(2, range(60))).reusable_blocks == 0
+    ledger.finish(moves[1], False)
+    ledger.remove_sequence(1, False)
+    verify(ledger)
+    assert not any(allocator.unconfirmed.by_move for allocator in ledger.allocators)
 
 
 # -- random lives ----------------------------------------------------------------------------------------------------------
