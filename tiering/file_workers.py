@@ -148,7 +148,7 @@ class FileWorkers:
     def cancel_queued(self) -> list[TransferNode]:
         """Stop beginning file operations, and give back what was queued. What runs goes on."""
         self._closing = True
-        return [*_take_all(self._reads), *_take_all(self._writes)]
+        return [*take_all(self._reads), *take_all(self._writes)]
 
     def close(self, timeout: float) -> bool:
         """End the threads; False when one of them is still inside a file operation after ``timeout`` seconds."""
@@ -396,19 +396,19 @@ class FileWorkers:
         while not self._ends.wait(_LOOK_UP if self._reading.is_stuck or self._writing.is_stuck else hang_watch.HANG_SECONDS / 4):
             for node in self._reading.overdue():
                 self._hanging_reads.warn("%s: an NVMe read hangs; what it was to bring is computed again", node.move)
-                node.error = _hung(node)
+                node.error = hung(node)
                 self._hand_back(self._read_over, node, -1)
             for node in self._writing.overdue():
                 # It is not handed back: the call may still take its bytes from the source slot.
                 self._hanging_writes.warn("%s: an NVMe write hangs; nothing more is stored until it comes back", node.move or "discard")
             if self._reading.is_stuck:
-                for node in _take_all(self._reads):
-                    node.error = _hung(node)
+                for node in take_all(self._reads):
+                    node.error = hung(node)
                     self._hand_back(self._read_over, node, -1)
             if self._writing.is_stuck:
-                waiting = _take_all(self._writes)
+                waiting = take_all(self._writes)
                 for node in waiting:
-                    node.error = _hung(node)
+                    node.error = hung(node)
                     self.failed_discards += node.work is Work.DISCARD
                 if waiting:
                     self._hand_back(self._writes_over, waiting)
@@ -422,7 +422,7 @@ class FileWorkers:
             _log.exception("handing back a file operation failed")
 
 
-def _take_all(waiting: SimpleQueue[TransferNode | None] | RunQueue) -> list[TransferNode]:
+def take_all(waiting: SimpleQueue[TransferNode | None] | RunQueue) -> list[TransferNode]:
     """What is queued. The marks that end threads stay."""
     taken: list[TransferNode] = []
     marks = 0
@@ -440,7 +440,8 @@ def _take_all(waiting: SimpleQueue[TransferNode | None] | RunQueue) -> list[Tran
     return taken
 
 
-def _hung(node: TransferNode) -> TransferError:
+def hung(node: TransferNode) -> TransferError:
+    """The error of a file operation that hangs, or is queued behind those that do."""
     return TransferError(f"{node.move or 'discard'}: given up, because file operations hang for more than {hang_watch.HANG_SECONDS:.0f} s")
 
 
