@@ -113,7 +113,8 @@ class TierCore:
             self.transfers = TransferManager(self._device, self.pools, self.store, faults=config.faults,
                                              read_threads=config.read_threads, staging_blocks=config.read_threads + 2,
                                              staging_bytes=config.read_threads * RUN_BYTES, gds=self._gds, debug=self._debug,
-                                             check_order=config.debug_checks)
+                                             check_order=config.debug_checks,
+                                             write_bytes_per_second=config.nvme_write_bytes_per_second)
             undo.pop_all()
         if config.faults is not None:
             logger.warning("faults are injected into this cache (%s): %s. For trials only: blocks are really lost and files really deleted",

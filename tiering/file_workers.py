@@ -100,13 +100,14 @@ class FileWorkers:
         writes_over: called by the writer thread, no lock held, with nodes whose errors are set where they failed.
         direct: buffers of the direct way by group, for reads.
         direct_writes: the direct way for writes.
+        write_seconds: by group, how long the store's rate lets one write of a block take; empty without a rate.
     """
 
     def __init__(self, store: BlockStore, staging: Sequence[StagingPool],
                  secondary: Sequence[npt.NDArray[np.uint8] | None], read_threads: int,
                  read_over: Callable[[TransferNode, int], None],
                  writes_over: Callable[[list[TransferNode]], None], direct: Sequence[DirectStaging] = (),
-                 direct_writes: DirectWrites | None = None) -> None:
+                 direct_writes: DirectWrites | None = None, write_seconds: Sequence[float] = ()) -> None:
         # Not at the top: it brings SQLite with it, and a cache without an NVMe level needs none.
         from kvtier.io.nvme_store import BlockWrite
         self._block_write = BlockWrite
@@ -115,6 +116,7 @@ class FileWorkers:
         self._direct = direct
         self._direct_writes = direct_writes
         self._secondary = secondary
+        self._write_seconds = write_seconds
         self._read_over = read_over
         self._writes_over = writes_over
         self._closing = False
@@ -322,7 +324,7 @@ class FileWorkers:
         self._writing.end(batch[0])
         direct = [node for node in batch if node.work is Work.WRITE and node.via == DIRECT]
         if self._direct_writes is not None and direct:
-            self._writing.begin(batch[0], len(direct))
+            self._writing.begin(batch[0], len(direct), on_purpose=self._spread(direct))
             try:
                 self._direct_writes.write(direct)
             finally:
@@ -345,7 +347,7 @@ class FileWorkers:
         if not ready:
             return
         start = time.perf_counter()
-        self._writing.begin(batch[0], len(items))
+        self._writing.begin(batch[0], len(items), on_purpose=self._spread(ready))
         try:
             errors = self._store.write_blocks(items)
         finally:
@@ -354,6 +356,12 @@ class FileWorkers:
         for node, error in zip(ready, errors, strict=True):
             node.error = error
             node.seconds = seconds
+
+    def _spread(self, nodes: list[TransferNode]) -> float:
+        """Seconds that the rate may spread these writes over, behind the last write before them."""
+        if not self._write_seconds:
+            return 0.0
+        return sum(self._write_seconds[node.group] for node in nodes) + max(self._write_seconds)
 
     def _discard(self, nodes: list[TransferNode]) -> None:
         slots: dict[int, list[int]] = {}
