@@ -22,6 +22,7 @@ import torch
 
 from kvtier.errors import ConfigError, TransferError
 from kvtier.io.incident import Incident
+from kvtier.io.threads import start_thread
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.pool_index import NVME, PRIMARY, level_of, slot_of
 from kvtier.tiering import hang_watch
@@ -78,12 +79,14 @@ class DebugPath:
         self._names: dict[int, bytes] = {}
 
     def start(self, read_over: Callable[[TransferNode, int], None]) -> None:
-        """``read_over`` is called by our threads, no lock held, with each node and its buffer (-1: none), which it takes over."""
+        """``read_over`` is called by our threads, no lock held, with each node and its buffer (-1: none), which it takes over.
+
+        Raises:
+            ConfigError: a thread cannot be started; ``close`` ends the other one.
+        """
         self._read_over = read_over
         for target, name in ((self._run, "kvtier-debug"), (self._run_watch, "kvtier-debug-watch")):
-            thread = threading.Thread(target=target, name=name, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            self._threads.append(start_thread(target, name))
 
     @staticmethod
     def takes(record: Move | Discard) -> bool:

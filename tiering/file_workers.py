@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import TransferError
+from kvtier.errors import ConfigError, TransferError
 from kvtier.io.copiers import DIRECT
 from kvtier.io.direct_row import DirectRow
 from kvtier.io.incident import Incident
+from kvtier.io.threads import start_thread
 from kvtier.pools.pool_index import PoolIndex, slot_of
 from kvtier.tiering import hang_watch
 from kvtier.tiering.direct_writes import DirectWrites
@@ -101,6 +102,9 @@ class FileWorkers:
         direct: buffers of the direct way by group, for reads.
         direct_writes: the direct way for writes.
         write_seconds: by group, how long the store's rate lets one write of a block take; empty without a rate.
+
+    Raises:
+        ConfigError: a thread cannot be started.
     """
 
     def __init__(self, store: BlockStore, staging: Sequence[StagingPool],
@@ -127,13 +131,16 @@ class FileWorkers:
         self._failed_discard, self._failed_quarantine = Incident(_log), Incident(_log)
         self._reading, self._writing = HangWatch(read_threads), HangWatch(1)
         self._hanging_reads, self._hanging_writes = Incident(_log), Incident(_log)
-        self._threads = [threading.Thread(target=self._run_reader, name=f"kvtier-read-{number}", daemon=True)
-                         for number in range(read_threads)]
-        self._threads.append(threading.Thread(target=self._run_writer, name="kvtier-write", daemon=True))
         self._ends = threading.Event()
-        self._threads.append(threading.Thread(target=self._run_watch, name="kvtier-watch", daemon=True))
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for number in range(read_threads):
+                self._threads.append(start_thread(self._run_reader, f"kvtier-read-{number}"))
+            self._threads.append(start_thread(self._run_writer, "kvtier-write"))
+            self._threads.append(start_thread(self._run_watch, "kvtier-watch"))
+        except ConfigError:
+            self.close(1.0)
+            raise
 
     def put(self, node: TransferNode) -> None:
         """Queue a node. Never blocks."""

@@ -63,7 +63,7 @@ class TransferManager:
         write_bytes_per_second: to which the store spreads its writes out: taking that long is not hanging. None: it does not.
 
     Raises:
-        ConfigError: fewer than one read thread or staging block, or no memory for the staging blocks.
+        ConfigError: fewer than one read thread or staging block, no memory for the staging blocks, or no thread to be had.
     """
 
     def __init__(self, device: Device, pools: Sequence[GroupPools], store: BlockStore | None, *,
@@ -97,17 +97,19 @@ class TransferManager:
             self._offload = device.stream("offload")
             undo.callback(self._offload.close, 1.0)
             self._onboard = device.stream("onboard")
+            undo.callback(self._onboard.close, 1.0)
+            if debug is not None:
+                undo.callback(debug.close, 1.0)
+                debug.start(self._read_over)
+            if store is not None:
+                secondary = [pool.secondary.padded_rows if pool.secondary is not None else None for pool in pools]
+                rows = self._routes.direct_write_rows
+                writes = DirectWrites(store, rows, self._copy_out) if rows else None
+                seconds = [] if write_bytes_per_second is None else [NvmeGeometry(size, 0).stride / write_bytes_per_second
+                                                                     for size in self._block_bytes]
+                self._files = FileWorkers(store, self._routes.staging, secondary, read_threads, self._read_over,
+                                          self._writes_over, self._routes.direct, writes, seconds)
             undo.pop_all()
-        if debug is not None:
-            debug.start(self._read_over)
-        if store is not None:
-            secondary = [pool.secondary.padded_rows if pool.secondary is not None else None for pool in pools]
-            rows = self._routes.direct_write_rows
-            writes = DirectWrites(store, rows, self._copy_out) if rows else None
-            seconds = [] if write_bytes_per_second is None else [NvmeGeometry(size, 0).stride / write_bytes_per_second
-                                                                 for size in self._block_bytes]
-            self._files = FileWorkers(store, self._routes.staging, secondary, read_threads, self._read_over,
-                                      self._writes_over, self._routes.direct, writes, seconds)
 
     # -- issuing ---------------------------------------------------------------------------------------------------------
 

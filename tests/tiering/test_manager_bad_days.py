@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
+import threading
 import time
+from pathlib import Path
 
 import pytest
 from toy_engine import OTHER, PROMPT, MakeCache, ToyEngine, WarmCache, delays, fails, tokens_of, wait_until
 
-from kvtier import CapacityError, Level, Request, RequestError, TransferError
+from kvtier import CapacityError, ConfigError, Level, Request, RequestError, TransferError
 from kvtier.io import write_pause
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
 
@@ -379,3 +382,33 @@ def test_reset_that_cannot_be_done_in_time_forgets_nothing(warm_cache: WarmCache
     assert cache.match(OTHER).reusable_blocks == 3
     cache.reset()
     assert cache.match(OTHER).reusable_blocks == 0
+
+
+# -- a start that fails ----------------------------------------------------------------------------------------------------
+
+
+def test_a_start_that_gets_too_few_threads_fails_and_leaves_none_behind(make_cache: MakeCache, tmp_path: Path,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever thread is refused: an error that says what to do, no thread goes on, and the next start finds the directory free."""
+    true_start, left = threading.Thread.start, 0
+
+    def start(thread: threading.Thread) -> None:
+        nonlocal left
+        if thread.name != "kvtier-close":  # it starts when those before it have ended, and has their place
+            if left == 0:
+                raise RuntimeError("can't start new thread")
+            left -= 1
+        true_start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    before = set(threading.enumerate())
+    for granted in range(20):
+        left = granted
+        with contextlib.suppress(ConfigError):
+            cache = make_cache(8, 4, 16, request_directory_root=tmp_path / "requests")
+            break
+        wait_until(lambda: set(threading.enumerate()) <= before)
+    assert granted > 6  # two streams, a debugged request's, readers, a writer, those that watch
+    left = 100
+    ToyEngine(cache).serve(Request(1, PROMPT))
+    cache.verify()
