@@ -51,6 +51,7 @@ def test_the_rows_are_named_as_the_design_says_and_each_stands_beside_memcpy(tmp
             assert row["ratio"] > 0.0
     assert written["config"]["block_bytes"] == 2 << 20
     assert any("nothing crosses PCIe" in note for note in written["config"]["notes"])
+    assert any("in a loop in Python" in note for note in written["config"]["notes"]), "what the limit is beside small blocks"
 
 
 class WrongByte:
