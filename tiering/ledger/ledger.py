@@ -321,11 +321,12 @@ class Ledger(LedgerState):
 
     def set_priority(self, block_id: Any, priority: Any, group: Any = 0) -> None:
         """Change the retention priority of an unreferenced block that holds content; a number, or a level's name."""
-        priority = priority_of("priority", priority)
-        check_priority("priority", priority)
+        if not isinstance(priority, str):
+            check_priority("priority", priority)
+        number = priority_of("priority", priority)
         block = self._idle(block_id, "set_priority", group)
         allocator: BlockAllocator = self.allocators[group]
-        change_priority(allocator, block, priority)
+        change_priority(allocator, block, number)
         allocator.queues.claim(block)
         allocator.add_content(block)
 
