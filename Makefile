@@ -11,7 +11,7 @@ COMPILED := build/compiled
 # Two processes share the tests; ARGS="-n 0" runs them in one, ARGS="-n 8" in eight. OpenMP threads of both would only spin.
 IN_PARALLEL := -n 2 --dist worksteal
 test test-compiled fuzz-ledger: export OMP_NUM_THREADS ?= 1
-PURE_TESTS := $(wildcard tests/policies tests/tiering/ledger tests/cases)
+PURE_TESTS := $(wildcard tests/policies tests/tiering/ledger tests/cases) $(wildcard tests/tiering/test_manager_b[al]*.py tests/tiering/test_manager_r[eu]*.py)
 
 .PHONY: venv demo test types lint compiled test-compiled bench-ledger fuzz-ledger soak test-gpu wheel clean
 

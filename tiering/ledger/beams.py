@@ -6,13 +6,13 @@ them writes into it (copy on divergence).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 from kvtier.errors import RequestError
 from kvtier.tiering.ledger.state import LedgerState
 
 
-def reorder_beams(state: LedgerState, request_id: int, parents: Sequence[int]) -> None:
+def reorder_beams(state: LedgerState, request_id: Any, parents: Any) -> None:
     """Let beam ``i`` continue the blocks of beam ``parents[i]``.
 
     Raises:

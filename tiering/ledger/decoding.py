@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 from kvtier.errors import RequestError
 from kvtier.policies.eviction import NOT_QUEUED
@@ -311,7 +311,7 @@ def _carry_state_on(state: LedgerState, sequence: ActiveSequence, row: SequenceR
         blocks.append(following)
 
 
-def rewind(state: LedgerState, request_id: int, num_tokens: int) -> None:
+def rewind(state: LedgerState, request_id: Any, num_tokens: Any) -> None:
     """Take back the last ``num_tokens`` generated tokens (rejected drafts). A block that was cut leaves the tree.
 
     Raises:

@@ -8,6 +8,7 @@ Move drops the drafts when the engine is told of it: they attended to what is lo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from kvtier.errors import RequestError
 from kvtier.pools.pool_index import PRIMARY
@@ -27,7 +28,7 @@ from kvtier.tiering.ledger.sequence import ActiveSequence, check_token, require_
 from kvtier.tiering.ledger.state import LedgerState
 
 
-def propose_drafts(state: LedgerState, request_id: int, tokens: Sequence[object], parents: Sequence[object]) -> None:
+def propose_drafts(state: LedgerState, request_id: Any, tokens: Any, parents: Any) -> None:
     """Give each draft a place behind the sequence's tokens: draft ``i`` gets place ``num_tokens + i``.
 
     The block that the first of them goes into is made writable as for an append: copied when it is shared, out of the tree when it is
@@ -100,7 +101,7 @@ def _tree(sequence: ActiveSequence, tokens: Sequence[object], parents: Sequence[
     return DraftTree(sequence.num_tokens, checked, continued)
 
 
-def pending_drafts(state: LedgerState, request_id: int) -> DraftTree:
+def pending_drafts(state: LedgerState, request_id: Any) -> DraftTree:
     """The drafts that were proposed and neither accepted nor dropped.
 
     Raises:
@@ -115,7 +116,7 @@ def pending_drafts(state: LedgerState, request_id: int) -> DraftTree:
     return tree
 
 
-def accepted_path(request_id: int, tree: DraftTree, nodes: Sequence[object]) -> list[int]:
+def accepted_path(request_id: Any, tree: DraftTree, nodes: Any) -> list[int]:
     """``nodes`` as a list, when they lead from a root downwards without a gap. RequestError otherwise."""
     path: list[int] = []
     before = -1
@@ -130,7 +131,7 @@ def accepted_path(request_id: int, tree: DraftTree, nodes: Sequence[object]) -> 
     return path
 
 
-def accept_drafts(state: LedgerState, request_id: int, nodes: Sequence[object]) -> list[tuple[int, int]]:
+def accept_drafts(state: LedgerState, request_id: Any, nodes: Any) -> list[tuple[int, int]]:
     """A step has verified the drafts: those on the path ``nodes`` become the sequence's next tokens, the others are forgotten.
 
     That step has computed the newest token and all drafts, so everything there is now counts as computed (and still the newest token
@@ -156,7 +157,7 @@ def accept_drafts(state: LedgerState, request_id: int, nodes: Sequence[object]) 
     return tree.moves_of(path)
 
 
-def drop_drafts(state: LedgerState, request_id: int) -> None:
+def drop_drafts(state: LedgerState, request_id: Any) -> None:
     """Forget drafts that no step has verified, if there are any; what counts as computed stays. Gives their blocks back."""
     sequence = state.sequence(request_id)
     if sequence.drafts is not None:

@@ -16,6 +16,7 @@ from kvtier.pools.pool_index import LEVEL_NAMES, PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger import beams, decoding, drafts, prefill
 from kvtier.tiering.ledger.admission import AdmissionPlan, BatchPlanner, has_private_tail, may_reuse, most_reusable
 from kvtier.tiering.ledger.admitting import carry_out
+from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.chunks import most_in_prefill
 from kvtier.tiering.ledger.confirming import note_delivery, store
@@ -150,7 +151,7 @@ class Ledger(LedgerState):
         """Append sampled tokens to several sequences; see :func:`decoding.append_step`."""
         decoding.append_step(self, ids, tokens)
 
-    def mark_computed(self, request_id: int, num_tokens: int, may_let_go: bool = True) -> None:
+    def mark_computed(self, request_id: Any, num_tokens: Any, may_let_go: bool = True) -> None:
         """The first ``num_tokens`` tokens have their keys and values in the pool now.
 
         With chunked prefill what has left a window is stored and let go, and the next chunk gets its blocks or the sequence is paused.
@@ -172,7 +173,7 @@ class Ledger(LedgerState):
             else:
                 prefill.pause(self, sequence)
 
-    def advance_prefill(self, request_id: int) -> None:
+    def advance_prefill(self, request_id: Any) -> None:
         """Nobody reads the sequence's blocks any more: what its windows have moved past goes."""
         sequence = self.sequences.get(request_id)
         if self.is_chunked and sequence is not None:
@@ -180,7 +181,7 @@ class Ledger(LedgerState):
             if not self.paused.keys() - {request_id}:
                 prefill.extend(self, sequence)
 
-    def extend_prefill(self, request_id: int) -> bool:
+    def extend_prefill(self, request_id: Any) -> bool:
         """Try to give a paused sequence the blocks of its next chunk, in all window groups or in none.
 
         Returns whether it has blocks to go on with.
@@ -192,44 +193,44 @@ class Ledger(LedgerState):
         if self.paused:
             prefill.resume(self, ids)
 
-    def is_paused(self, request_id: int) -> bool:
+    def is_paused(self, request_id: Any) -> bool:
         """Whether a sequence waits for the blocks of its next chunk."""
         return self.sequence(request_id).id in self.paused
 
-    def rewind(self, request_id: int, num_tokens: int) -> None:
+    def rewind(self, request_id: Any, num_tokens: Any) -> None:
         """Take back generated tokens; see :func:`decoding.rewind`."""
         decoding.rewind(self, request_id, num_tokens)
 
-    def reorder_beams(self, request_id: int, parents: Sequence[int]) -> None:
+    def reorder_beams(self, request_id: Any, parents: Any) -> None:
         """Let each beam continue another one; see :func:`beams.reorder_beams`."""
         beams.reorder_beams(self, request_id, parents)
 
     # -- drafts ----------------------------------------------------------------------------------------------------------
 
-    def propose_drafts(self, request_id: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
+    def propose_drafts(self, request_id: Any, tokens: Any, parents: Any) -> None:
         """Give speculative tokens that branch their places; see :func:`drafts.propose_drafts`."""
         drafts.propose_drafts(self, request_id, tokens, parents)
 
-    def pending_drafts(self, request_id: int) -> DraftTree:
+    def pending_drafts(self, request_id: Any) -> DraftTree:
         """The drafts of a sequence, with what each of them sees; see :func:`drafts.pending_drafts`."""
         return drafts.pending_drafts(self, request_id)
 
-    def draft_moves(self, request_id: int, nodes: Sequence[int]) -> list[tuple[int, int]]:
+    def draft_moves(self, request_id: Any, nodes: Any) -> list[tuple[int, int]]:
         """What :meth:`accept_drafts` will return, or raise. Changes nothing."""
         tree = drafts.pending_drafts(self, request_id)
         return tree.moves_of(drafts.accepted_path(request_id, tree, nodes))
 
-    def accept_drafts(self, request_id: int, nodes: Sequence[int]) -> list[tuple[int, int]]:
+    def accept_drafts(self, request_id: Any, nodes: Any) -> list[tuple[int, int]]:
         """The drafts of one path become tokens; see :func:`drafts.accept_drafts`."""
         return drafts.accept_drafts(self, request_id, nodes)
 
-    def drop_drafts(self, request_id: int) -> None:
+    def drop_drafts(self, request_id: Any) -> None:
         """Forget drafts that were not verified; see :func:`drafts.drop_drafts`."""
         drafts.drop_drafts(self, request_id)
 
     # -- single places ---------------------------------------------------------------------------------------------------
 
-    def make_writable(self, request_id: int, position: int, group: int = 0) -> Block:
+    def make_writable(self, request_id: Any, position: Any, group: Any = 0) -> Block:
         """The sequence's block at this position, alone in holding it and out of the tree, so that it may be written.
 
         Raises:
@@ -249,11 +250,11 @@ class Ledger(LedgerState):
 
     # -- storing and ending ----------------------------------------------------------------------------------------------
 
-    def store_context(self, request_id: int) -> None:
+    def store_context(self, request_id: Any) -> None:
         """Full, computed blocks enter the reuse tree."""
         self._store(self.sequence(request_id), False)
 
-    def remove_sequence(self, request_id: int, store: bool) -> int | None:
+    def remove_sequence(self, request_id: Any, store: bool) -> int | None:
         """End a sequence. ``store`` keeps what was computed, the partial tail included, for reuse.
 
         Returns the id, in the leading group, of the last of its blocks that a later prompt would find; None when nothing is stored.
@@ -277,7 +278,7 @@ class Ledger(LedgerState):
 
     # -- leases ----------------------------------------------------------------------------------------------------------
 
-    def pin(self, request_id: int) -> Lease:
+    def pin(self, request_id: Any) -> Lease:
         """Hold a sequence's blocks beyond its end, until the lease is released."""
         sequence = self.sequence(request_id)
         rows: list[list[Block]] = []
@@ -286,7 +287,7 @@ class Ledger(LedgerState):
             rows.append(list(held.values()))
         return self._lease(request_id, rows)
 
-    def store_and_pin(self, request_id: int) -> Lease:
+    def store_and_pin(self, request_id: Any) -> Lease:
         """Store what was computed, the partial tail included, and hold what the tree has of it from now on: what a later request of
         the same prompt will find. Blocks that the tree had before are held instead of the sequence's own copies."""
         sequence = self.sequence(request_id)
@@ -310,38 +311,39 @@ class Ledger(LedgerState):
 
     # -- single blocks ---------------------------------------------------------------------------------------------------
 
-    def block(self, block_id: int, group: int = 0) -> Block:
+    def block(self, block_id: Any, group: Any = 0) -> Block:
         """Raises UnknownBlock; RequestError for a group that there is not."""
-        self.check_group(group)
-        blocks = self.allocators[group].blocks
+        blocks = self.allocators[self.check_group(group)].blocks
         if isinstance(block_id, bool) or not isinstance(block_id, int) or not 0 <= block_id < len(blocks):
             raise UnknownBlock(f"block {block_id!r}: group {group} has blocks 0..{len(blocks) - 1}")
-        return blocks[block_id]
+        number: int = block_id
+        return blocks[number]
 
-    def set_priority(self, block_id: int, priority: int | str, group: int = 0) -> None:
+    def set_priority(self, block_id: Any, priority: Any, group: Any = 0) -> None:
         """Change the retention priority of an unreferenced block that holds content; a number, or a level's name."""
-        priority = priority_of("priority", priority)
-        check_priority("priority", priority)
+        if not isinstance(priority, str):
+            check_priority("priority", priority)
+        number = priority_of("priority", priority)
         block = self._idle(block_id, "set_priority", group)
-        allocator = self.allocators[group]
-        change_priority(allocator, block, priority)
+        allocator: BlockAllocator = self.allocators[group]
+        change_priority(allocator, block, number)
         allocator.queues.claim(block)
         allocator.add_content(block)
 
-    def offload(self, block_id: int, group: int = 0) -> None:
+    def offload(self, block_id: Any, group: Any = 0) -> None:
         """Move an unreferenced primary block one level down."""
         block = self._idle(block_id, "offload", group)
-        allocator = self.allocators[group]
+        allocator: BlockAllocator = self.allocators[group]
         if level_of(block.index) != PRIMARY:
             raise RequestError(f"block {block_id}: offload needs a primary block, it is on the {LEVEL_NAMES[level_of(block.index)]} level")
         if not allocator.offload(block):
             raise CapacityError(f"block {block_id}: no secondary block holds content of priority {block.priority} or less; "
                                 f"enlarge secondary (now {allocator.num_blocks[SECONDARY]} blocks)", 1, 0)
 
-    def onboard(self, block_id: int, group: int = 0) -> None:
+    def onboard(self, block_id: Any, group: Any = 0) -> None:
         """Bring an unreferenced lower block to the primary level."""
         block = self._idle(block_id, "onboard", group)
-        allocator = self.allocators[group]
+        allocator: BlockAllocator = self.allocators[group]
         if level_of(block.index) == PRIMARY:
             return
         if block.node is None:
@@ -354,7 +356,7 @@ class Ledger(LedgerState):
         allocator.end_call()
         allocator.add_content(block)
 
-    def _idle(self, block_id: int, verb: str, group: int) -> Block:
+    def _idle(self, block_id: Any, verb: str, group: Any) -> Block:
         block = self.block(block_id, group)
         if block.queue == NOT_QUEUED or not block.has_content:
             state = "referenced or being transferred" if block.queue == NOT_QUEUED else "empty"

@@ -6,6 +6,7 @@ Nothing here touches the real counts. Source of the questions: TensorRT-LLM's ca
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import Any
 
 from kvtier.errors import RequestError
 from kvtier.pools.pool_index import PRIMARY
@@ -80,7 +81,7 @@ def beneficial_to_skip(state: LedgerState, request: Request, contributed_keys: C
     return key is not None and key in contributed_keys
 
 
-def fit_token_budget(state: LedgerState, sequence: ActiveSequence, chunk_tokens: int, token_budget: int) -> int:
+def fit_token_budget(state: LedgerState, sequence: ActiveSequence, chunk_tokens: Any, token_budget: Any) -> int:
     """How many prompt tokens to compute now, when less was reusable than estimated and the planned chunk no longer fits the budget.
 
     No more than ``chunk_tokens``, ``token_budget`` and what is left of the prompt. A chunk that does not end the prompt ends at a
@@ -96,7 +97,7 @@ def fit_token_budget(state: LedgerState, sequence: ActiveSequence, chunk_tokens:
     left = max(sequence.num_prompt_tokens - sequence.computed, 0)
     if state.is_chunked:
         left = max(min(sequence.covered, sequence.num_prompt_tokens) - sequence.computed, 0)
-    fitting = min(chunk_tokens, token_budget, left)
+    fitting: int = min(chunk_tokens, token_budget, left)
     if fitting == left:
         return fitting
     aligned = (sequence.computed + fitting) // state.tokens_per_block * state.tokens_per_block - sequence.computed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from kvtier.errors import RequestError, UnknownRequest
 from kvtier.policies.eviction import eviction_queues
@@ -81,10 +82,11 @@ class LedgerState:
         self._followed: Followed | None = None
         self.partial_reuse = self.reuse and rules.enable_partial_reuse and not self.has_recurrent
 
-    def check_group(self, group: int) -> None:
-        """Raise RequestError unless the layout has a group of this number."""
+    def check_group(self, group: Any) -> int:
+        """The number of a group. RequestError unless the layout has it."""
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(self.groups):
             raise RequestError(f"group={group!r}: this layout has groups 0..{len(self.groups) - 1}")
+        return group
 
     def follow(self, request: Request, num_tokens: int) -> Followed:
         """Follow a prompt's first ``num_tokens`` tokens. A scheduler asks about a request several times before it admits it: the last
@@ -110,7 +112,7 @@ class LedgerState:
                 return True
         return False
 
-    def sequence(self, request_id: int) -> ActiveSequence:
+    def sequence(self, request_id: Any) -> ActiveSequence:
         """Raises UnknownRequest."""
         sequence = self.sequences.get(request_id) if isinstance(request_id, int) else None
         if sequence is None:

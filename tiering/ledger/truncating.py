@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvtier.tiering.ledger.key import Namespace, TokenKeys, next_chain_key
 from kvtier.tiering.ledger.node import Node
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.state import LedgerState
 
 
-def truncate(state: LedgerState, request: Request, keep_tokens: int) -> int:
+def truncate(state: LedgerState, request: Request, keep_tokens: Any) -> int:
     """Forget what is stored of this prompt beyond its first ``keep_tokens`` tokens. Referenced blocks stay with their sequences.
 
     Returns the number of blocks forgotten, of all groups.
