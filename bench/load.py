@@ -121,7 +121,9 @@ def run_load(directory: Path | None = None, json_file: Path | None = None, quick
     if ratios:
         report.add(ResultRow(GRID, "x", statistics.median(ratios), min(ratios), max(ratios), Limit(RECOMPUTE, 1.0),
                              statistics.median(ratios), {"the better of both": statistics.median(best)}))
-        report.note("Ratios: how many times as soon the first token is there; load/grid is the median over the points.")
+        report.note("Ratios: how many times as soon the first token is there; load/grid is the median over the points. The tier that "
+                    "decides knows drive and engine from the turns of all three, also where its own would have shown it one of them "
+                    "only: it is one that has run for a while.")
     return report.finish(json_file)
 
 

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Final
 
-from kvtier.errors import TransferError
+from kvtier.errors import ConfigError, TransferError
 from kvtier.io.streams import Event
+from kvtier.io.threads import start_thread
 
 _log = logging.getLogger(__name__)
 
@@ -87,8 +88,7 @@ class CpuStream:
         self._num_handed_over = 0  # written by the worker only
         self._num_reported = 0  # written by the reporter only
         self._reporter: threading.Thread | None = None  # until it is needed
-        self._thread = threading.Thread(target=self._run, name=f"kvtier-{name}", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, f"kvtier-{name}")
 
     def submit(self, work: Callable[[], None], after: Sequence[Event] = (),
                done: Callable[[Event], None] | None = None) -> CpuEvent:
@@ -149,8 +149,11 @@ class CpuStream:
             self._call(done, event)
             return
         if self._reporter is None:
-            self._reporter = threading.Thread(target=self._run_reporter, name=f"kvtier-{self.name}-report", daemon=True)
-            self._reporter.start()
+            try:
+                self._reporter = start_thread(self._run_reporter, f"kvtier-{self.name}-report")
+            except ConfigError:  # slower, but nothing waits for ever; nothing has been handed over yet that this could overtake
+                self._call(done, event)
+                return
         self._num_handed_over += 1
         self._over.put((done, event))
 

@@ -17,6 +17,7 @@ from typing import Final, Protocol, cast
 
 from kvtier.errors import ConfigError, TransferError
 from kvtier.io.streams import Event
+from kvtier.io.threads import start_thread
 
 _log = logging.getLogger(__name__)
 
@@ -162,8 +163,7 @@ class CudaStream:
         self._closed = False
         self._given_up = False
         self._watched: SimpleQueue[tuple[CudaEvent, Callable[[Event], None]] | None] = SimpleQueue()
-        self._watcher = threading.Thread(target=self._watch, name=f"kvtier-{name}", daemon=True)
-        self._watcher.start()
+        self._watcher = start_thread(self._watch, f"kvtier-{name}")
 
     @property
     def handle(self) -> int:

@@ -295,6 +295,8 @@ class Manifest:
     def _refresh(self) -> None:
         """Before a change: make up for a clear that failed, and after a failed commit learn what the file really holds."""
         if self._must_clear:
+            if self._must_reload:
+                self._reload_quarantine()
             self._commit([(_CLEAR, [()])], self._totals)
             self._must_clear = False
         if self._must_reload:
@@ -305,6 +307,30 @@ class Manifest:
             self._adopt(contents, totals)
             self._empty_log()
             self._must_reload = False
+
+    def _reload_quarantine(self) -> None:
+        """What a clear keeps, and counts: as the file has it. The rows that it deletes need not be read."""
+        contents = ManifestContents()
+        try:
+            xor = self._read_quarantine(contents)
+            totals = self._stored_totals()
+        except _SQLITE_ERRORS as error:
+            why = outer_cause(error, self.path.parent) or f"{error}; check the health of the drive"
+            raise TransferError(f"{self.path}: nothing was committed: {why}") from error
+        if totals is None or (totals.quarantined, totals.quarantined_xor) != (len(contents.quarantine), xor):
+            raise TransferError(f"{self.path} is damaged (its quarantine is not what it should be); restart to rebuild it from the slot "
+                                "headers")
+        self._quarantine = dict(contents.quarantine)
+        self._totals = self._totals._replace(quarantined=totals.quarantined, quarantined_xor=xor)
+
+    def _stored_totals(self) -> Totals | None:
+        """The row of totals; None when it does not verify."""
+        stored = self._connection.execute(_SELECT_TOTALS).fetchone()
+        try:
+            sound = stored is not None and Totals(*stored[:-1]).digest() == stored[-1]
+        except (struct.error, TypeError):
+            sound = False
+        return Totals(*stored[:-1]) if sound else None
 
     def _adopt(self, contents: ManifestContents, totals: Totals) -> None:
         # Copies: what the caller was given stays as it was loaded.
@@ -394,15 +420,10 @@ class Manifest:
         return xor
 
     def _compare_totals(self, contents: ManifestContents, found: Totals) -> None:
-        stored = self._connection.execute(_SELECT_TOTALS).fetchone()
-        try:
-            sound = stored is not None and Totals(*stored[:-1]).digest() == stored[-1]
-        except (struct.error, TypeError):
-            sound = False
-        if not sound:
+        totals = self._stored_totals()
+        if totals is None:
             contents.damage.append("the row of totals does not match its digest")
             return
-        totals = Totals(*stored[:-1])
         if totals.namespace != found.namespace:
             contents.damage.append("its rows belong to another namespace or to the time before a reset")
             contents.rows.clear()

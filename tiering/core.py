@@ -36,6 +36,7 @@ from kvtier.pools.pool_index import NVME, level_of, slot_of
 from kvtier.pools.rank_sizes import minimum_over_ranks
 from kvtier.pools.sizing import FreeSpace, PoolSizes, resolve_sizes, warn_of_unread_levels
 from kvtier.tiering import arguments
+from kvtier.tiering.bounded_call import call_within
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.debug_path import DebugPath
 from kvtier.tiering.direct_path import open_direct_path, require_possible
@@ -61,6 +62,7 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION: Final = 1
 GDS_MODE: Final = TransferMode.GDS.value
 RESET_PAUSE: Final = 0.001  # seconds between two looks
+LEAST_CLEARING: Final = 1.0  # seconds for writing a reset down, even when the transfers took all of its time
 
 
 class TierCore:
@@ -89,7 +91,7 @@ class TierCore:
         self._closed = False
         self._everything_let_go = False
         self._has_said_no_gds = False
-        self._is_clearing = False  # a reset is deleting what is on NVMe
+        self._num_clearing = 0  # resets that are deleting what is on NVMe
         self._events = EventQueue(config.event_buffer_max_size)
         self._prefill_rate: float | None = None
         self._prefetched = PrefetchStats()
@@ -113,7 +115,8 @@ class TierCore:
             self.transfers = TransferManager(self._device, self.pools, self.store, faults=config.faults,
                                              read_threads=config.read_threads, staging_blocks=config.read_threads + 2,
                                              staging_bytes=config.read_threads * RUN_BYTES, gds=self._gds, debug=self._debug,
-                                             check_order=config.debug_checks)
+                                             check_order=config.debug_checks,
+                                             write_bytes_per_second=config.nvme_write_bytes_per_second)
             undo.pop_all()
         if config.faults is not None:
             logger.warning("faults are injected into this cache (%s): %s. For trials only: blocks are really lost and files really deleted",
@@ -214,6 +217,8 @@ class TierCore:
     def reset(self, timeout: float = 60.0) -> None:
         """Forget all cached content on all levels, stores in flight included, before it returns (new weights, for example).
 
+        Bounded by ``timeout`` seconds, of which writing it down has at least one.
+
         Raises:
             RequestError: sequences or leases are active.
             TransferError: transfers did not end in time, and nothing has been forgotten; or the store's files could not be
@@ -224,20 +229,24 @@ class TierCore:
             with self.locked() as ledger:
                 if not any(any(allocator.num_busy) for allocator in ledger.allocators) or ledger.sequences or ledger.leases:
                     ledger.reset()
-                    self._is_clearing = True  # what others store from now on must not be deleted with the rest
+                    self._num_clearing += 1  # what others store from now on must not be deleted with the rest
                     break
             if not self.transfers.idle(max(deadline - time.monotonic(), 0.0)) or time.monotonic() > deadline:
                 raise TransferError(f"reset: transfers did not end within {timeout} s; nothing was forgotten, try again")
             time.sleep(RESET_PAUSE)  # a tool may be reading a block: that is no transfer to wait for
-        try:
-            if self.store is not None:
-                # The deletions just issued may still be on their way; what clear() forgets does not depend on them.
-                if not self.transfers.idle(max(deadline - time.monotonic(), 0.0)):
-                    raise TransferError(f"reset: the deletions on NVMe did not end within {timeout} s; what is there may be found again "
-                                        "after a restart, repeat the reset before")
-                self.store.clear()
-        finally:
-            self._is_clearing = False
+        # The deletions just issued may still be on their way; what clear() forgets does not depend on them.
+        is_idle = self.store is None or self.transfers.idle(max(deadline - time.monotonic(), 0.0))
+        if self.store is None or not is_idle:
+            self._cleared()
+        else:
+            is_idle = call_within(max(deadline - time.monotonic(), LEAST_CLEARING), self.store.clear, "kvtier-reset", self._cleared)
+        if not is_idle:
+            raise TransferError(f"reset: the deletions on NVMe did not end within {timeout} s; what is there may be found again "
+                                "after a restart, repeat the reset before")
+
+    def _cleared(self) -> None:
+        with self._lock:
+            self._num_clearing -= 1
 
     def close(self, timeout: float = 10) -> None:
         """End all transfers and let go of memory, files and the directory's lock. Bounded by ``timeout``.
@@ -343,7 +352,7 @@ class TierCore:
 
     @property
     def _takes_writes(self) -> bool:
-        return self.store is not None and not self._is_clearing and self.store.accepts_writes and not self.transfers.writes_hang
+        return self.store is not None and not self._num_clearing and self.store.accepts_writes and not self.transfers.writes_hang
 
     @property
     def _all_issued(self) -> bool:

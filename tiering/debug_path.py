@@ -2,7 +2,7 @@
 
 A Move whose request asks for it is read into a buffer, written to a file, read back from there, and only then copied to where it was to
 go. To the transfer manager it is a read from a file, so no stream waits for it. Whatever goes wrong with the file, the bytes go
-on from the buffer: it is a way to look at blocks, not to lose them.
+on from the buffer: it is a way to look at blocks, not to lose them. A file that hangs makes its block a miss, and all that wait behind it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ import numpy as np
 import torch
 
 from kvtier.errors import ConfigError, TransferError
+from kvtier.io.incident import Incident
+from kvtier.io.threads import start_thread
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.pool_index import NVME, PRIMARY, level_of, slot_of
+from kvtier.tiering import hang_watch
 from kvtier.tiering.debug_files import file_name, header, write_and_read_back
-from kvtier.tiering.file_workers import BlockStore, cancelled
+from kvtier.tiering.file_workers import BlockStore, cancelled, hung, take_all
+from kvtier.tiering.hang_watch import HangWatch
 from kvtier.tiering.ledger.moves import Discard, Move
 from kvtier.tiering.request_directory import RequestRoot
 from kvtier.tiering.staging import StagingPool
@@ -35,6 +39,7 @@ _log = logging.getLogger(__name__)
 
 MODE: Final = TransferMode.POSIX_DEBUG_FALLBACK.value
 BUFFERS: Final = 2
+BLOCK_OPERATIONS: Final = 3  # that one block takes: into the buffer, into the file, out of the file
 PATIENCE: Final = 60.0  # seconds for memory copies that it depends on; one that takes longer hangs
 _LOOK_UP: Final = 0.1
 
@@ -63,7 +68,10 @@ class DebugPath:
         self._pools = pools
         self._store = store
         self._nodes: SimpleQueue[TransferNode | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._watch = HangWatch(1)
+        self._hanging = Incident(_log)
+        self._ends = threading.Event()
         self._read_over: Callable[[TransferNode, int], None] | None = None
         self._closing = False
         self._fallbacks: SimpleQueue[None] = SimpleQueue()
@@ -71,10 +79,14 @@ class DebugPath:
         self._names: dict[int, bytes] = {}
 
     def start(self, read_over: Callable[[TransferNode, int], None]) -> None:
-        """``read_over`` is called by the thread, no lock held, with each node and its buffer (-1: none), which it takes over."""
+        """``read_over`` is called by our threads, no lock held, with each node and its buffer (-1: none), which it takes over.
+
+        Raises:
+            ConfigError: a thread cannot be started; ``close`` ends the other one.
+        """
         self._read_over = read_over
-        self._thread = threading.Thread(target=self._run, name="kvtier-debug", daemon=True)
-        self._thread.start()
+        for target, name in ((self._run, "kvtier-debug"), (self._run_watch, "kvtier-debug-watch")):
+            self._threads.append(start_thread(target, name))
 
     @staticmethod
     def takes(record: Move | Discard) -> bool:
@@ -102,23 +114,17 @@ class DebugPath:
     def cancel_queued(self) -> list[TransferNode]:
         """Stop beginning files, and give back what was queued."""
         self._closing = True
-        waiting: list[TransferNode] = []
-        while True:
-            try:
-                node = self._nodes.get_nowait()
-            except Empty:
-                return waiting
-            if node is not None:
-                waiting.append(node)
+        return take_all(self._nodes)
 
     def close(self, timeout: float) -> bool:
-        """End the thread; False when it is still inside a file operation after ``timeout`` seconds."""
+        """End the threads; False when one is still inside a file operation after ``timeout`` seconds."""
         self._closing = True
-        if self._thread is None:
-            return True
+        deadline = time.monotonic() + timeout
+        self._ends.set()
         self._nodes.put(None)
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def let_go(self) -> None:
         """Give back buffers and the folder, once nothing uses them."""
@@ -129,38 +135,65 @@ class DebugPath:
     # -- the thread ------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        assert self._read_over is not None
         with asyncio.Runner() as runner:
             while (node := self._nodes.get()) is not None:
-                buffer = -1
+                buffer: int | None = -1
                 try:
                     buffer = self._read(node, runner)
                 except Exception as error:
                     node.error = node.error or error
-                try:
-                    self._read_over(node, buffer)
-                except Exception:
-                    _log.exception("handing back a block of a debugged request failed")
+                if buffer is not None:
+                    self._hand_back(node, buffer)
                 del node
 
-    def _read(self, node: TransferNode, runner: asyncio.Runner) -> int:
+    def _hand_back(self, node: TransferNode, buffer: int) -> None:
+        """An error in the manager's own code must not end the thread: every later Move would hang."""
+        assert self._read_over is not None
+        try:
+            self._read_over(node, buffer)
+        except Exception:
+            _log.exception("handing back a block of a debugged request failed")
+
+    def _read(self, node: TransferNode, runner: asyncio.Runner) -> int | None:
+        """The buffer with the block; None when it hung, and the node has been handed back long since."""
         move = node.move
         assert move is not None
         key = self._names.pop(move.number, move.key)
         self._wait_for_source(node)
-        failure = node.source_failure()
-        if failure is not None:
-            raise failure
+        lost = node.source_failure()
+        if lost is not None:
+            raise lost
         buffer = self._take_buffer(node)
+        failure: Exception | None = None
         start = time.perf_counter()
+        self._watch.begin(node, BLOCK_OPERATIONS)
         try:
             self._fill(node, buffer)
         except Exception as error:
-            node.error = error
+            failure = error
         else:
-            self._detour(move, key, buffer, runner)
+            if self._watch.is_awaited(node):  # otherwise the slot may have held something else by then
+                self._detour(move, key, buffer, runner)
+        if not self._watch.end(node):
+            self.staging[node.group].give_back(buffer)
+            return None
+        node.error = failure
         node.seconds = time.perf_counter() - start
         return buffer
+
+    def _run_watch(self) -> None:
+        """What hangs is a miss, and so is what is queued behind it until it comes back."""
+        while not self._ends.wait(_LOOK_UP if self._watch.is_stuck else hang_watch.HANG_SECONDS / 4):
+            for node in self._watch.overdue():
+                self._hanging.warn("%s: the file of a debugged request hangs; its block is computed again", node.move)
+                node.error = hung(node)
+                self._hand_back(node, -1)
+            if self._watch.is_stuck:
+                for node in take_all(self._nodes):
+                    assert node.move is not None
+                    self._names.pop(node.move.number, None)
+                    node.error = hung(node)
+                    self._hand_back(node, -1)
 
     def _wait_for_source(self, node: TransferNode) -> None:
         """What stands before this node is on a stream by now; the host has to wait until it is over."""
@@ -202,7 +235,8 @@ class DebugPath:
             try:
                 self._store.read_block(node.group, slot, move.key, arena.padded_rows[buffer])
             except Exception as error:
-                self._store.quarantine(node.group, slot, f"{type(error).__name__}: {error}")
+                if self._watch.is_awaited(node):
+                    self._store.quarantine(node.group, slot, f"{type(error).__name__}: {error}")
                 raise
         else:
             assert pools.secondary is not None

@@ -88,7 +88,7 @@ class DirectWrites:
                 continue
             try:
                 staged.append((node, row, self._copy_out(node, row)))
-            except TransferError as error:
+            except Exception as error:  # the device's libraries have errors of their own
                 self._rows[node.group].give_back(row)
                 node.error = error
         return staged

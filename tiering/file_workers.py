@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import TransferError
+from kvtier.errors import ConfigError, TransferError
 from kvtier.io.copiers import DIRECT
 from kvtier.io.direct_row import DirectRow
 from kvtier.io.incident import Incident
+from kvtier.io.threads import start_thread
 from kvtier.pools.pool_index import PoolIndex, slot_of
 from kvtier.tiering import hang_watch
 from kvtier.tiering.direct_writes import DirectWrites
@@ -100,13 +101,17 @@ class FileWorkers:
         writes_over: called by the writer thread, no lock held, with nodes whose errors are set where they failed.
         direct: buffers of the direct way by group, for reads.
         direct_writes: the direct way for writes.
+        write_seconds: by group, how long the store's rate lets one write of a block take; empty without a rate.
+
+    Raises:
+        ConfigError: a thread cannot be started.
     """
 
     def __init__(self, store: BlockStore, staging: Sequence[StagingPool],
                  secondary: Sequence[npt.NDArray[np.uint8] | None], read_threads: int,
                  read_over: Callable[[TransferNode, int], None],
                  writes_over: Callable[[list[TransferNode]], None], direct: Sequence[DirectStaging] = (),
-                 direct_writes: DirectWrites | None = None) -> None:
+                 direct_writes: DirectWrites | None = None, write_seconds: Sequence[float] = ()) -> None:
         # Not at the top: it brings SQLite with it, and a cache without an NVMe level needs none.
         from kvtier.io.nvme_store import BlockWrite
         self._block_write = BlockWrite
@@ -115,6 +120,7 @@ class FileWorkers:
         self._direct = direct
         self._direct_writes = direct_writes
         self._secondary = secondary
+        self._write_seconds = write_seconds
         self._read_over = read_over
         self._writes_over = writes_over
         self._closing = False
@@ -125,13 +131,16 @@ class FileWorkers:
         self._failed_discard, self._failed_quarantine = Incident(_log), Incident(_log)
         self._reading, self._writing = HangWatch(read_threads), HangWatch(1)
         self._hanging_reads, self._hanging_writes = Incident(_log), Incident(_log)
-        self._threads = [threading.Thread(target=self._run_reader, name=f"kvtier-read-{number}", daemon=True)
-                         for number in range(read_threads)]
-        self._threads.append(threading.Thread(target=self._run_writer, name="kvtier-write", daemon=True))
         self._ends = threading.Event()
-        self._threads.append(threading.Thread(target=self._run_watch, name="kvtier-watch", daemon=True))
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for number in range(read_threads):
+                self._threads.append(start_thread(self._run_reader, f"kvtier-read-{number}"))
+            self._threads.append(start_thread(self._run_writer, "kvtier-write"))
+            self._threads.append(start_thread(self._run_watch, "kvtier-watch"))
+        except ConfigError:
+            self.close(1.0)
+            raise
 
     def put(self, node: TransferNode) -> None:
         """Queue a node. Never blocks."""
@@ -148,7 +157,7 @@ class FileWorkers:
     def cancel_queued(self) -> list[TransferNode]:
         """Stop beginning file operations, and give back what was queued. What runs goes on."""
         self._closing = True
-        return [*_take_all(self._reads), *_take_all(self._writes)]
+        return [*take_all(self._reads), *take_all(self._writes)]
 
     def close(self, timeout: float) -> bool:
         """End the threads; False when one of them is still inside a file operation after ``timeout`` seconds."""
@@ -322,7 +331,7 @@ class FileWorkers:
         self._writing.end(batch[0])
         direct = [node for node in batch if node.work is Work.WRITE and node.via == DIRECT]
         if self._direct_writes is not None and direct:
-            self._writing.begin(batch[0], len(direct))
+            self._writing.begin(batch[0], len(direct), on_purpose=self._spread(direct))
             try:
                 self._direct_writes.write(direct)
             finally:
@@ -345,7 +354,7 @@ class FileWorkers:
         if not ready:
             return
         start = time.perf_counter()
-        self._writing.begin(batch[0], len(items))
+        self._writing.begin(batch[0], len(items), on_purpose=self._spread(ready))
         try:
             errors = self._store.write_blocks(items)
         finally:
@@ -354,6 +363,12 @@ class FileWorkers:
         for node, error in zip(ready, errors, strict=True):
             node.error = error
             node.seconds = seconds
+
+    def _spread(self, nodes: list[TransferNode]) -> float:
+        """Seconds that the rate may spread these writes over, behind the last write before them."""
+        if not self._write_seconds:
+            return 0.0
+        return sum(self._write_seconds[node.group] for node in nodes) + max(self._write_seconds)
 
     def _discard(self, nodes: list[TransferNode]) -> None:
         slots: dict[int, list[int]] = {}
@@ -396,19 +411,19 @@ class FileWorkers:
         while not self._ends.wait(_LOOK_UP if self._reading.is_stuck or self._writing.is_stuck else hang_watch.HANG_SECONDS / 4):
             for node in self._reading.overdue():
                 self._hanging_reads.warn("%s: an NVMe read hangs; what it was to bring is computed again", node.move)
-                node.error = _hung(node)
+                node.error = hung(node)
                 self._hand_back(self._read_over, node, -1)
             for node in self._writing.overdue():
                 # It is not handed back: the call may still take its bytes from the source slot.
                 self._hanging_writes.warn("%s: an NVMe write hangs; nothing more is stored until it comes back", node.move or "discard")
             if self._reading.is_stuck:
-                for node in _take_all(self._reads):
-                    node.error = _hung(node)
+                for node in take_all(self._reads):
+                    node.error = hung(node)
                     self._hand_back(self._read_over, node, -1)
             if self._writing.is_stuck:
-                waiting = _take_all(self._writes)
+                waiting = take_all(self._writes)
                 for node in waiting:
-                    node.error = _hung(node)
+                    node.error = hung(node)
                     self.failed_discards += node.work is Work.DISCARD
                 if waiting:
                     self._hand_back(self._writes_over, waiting)
@@ -422,7 +437,7 @@ class FileWorkers:
             _log.exception("handing back a file operation failed")
 
 
-def _take_all(waiting: SimpleQueue[TransferNode | None] | RunQueue) -> list[TransferNode]:
+def take_all(waiting: SimpleQueue[TransferNode | None] | RunQueue) -> list[TransferNode]:
     """What is queued. The marks that end threads stay."""
     taken: list[TransferNode] = []
     marks = 0
@@ -440,7 +455,8 @@ def _take_all(waiting: SimpleQueue[TransferNode | None] | RunQueue) -> list[Tran
     return taken
 
 
-def _hung(node: TransferNode) -> TransferError:
+def hung(node: TransferNode) -> TransferError:
+    """The error of a file operation that hangs, or is queued behind those that do."""
     return TransferError(f"{node.move or 'discard'}: given up, because file operations hang for more than {hang_watch.HANG_SECONDS:.0f} s")
 
 

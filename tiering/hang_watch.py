@@ -31,12 +31,14 @@ class HangWatch:
         self._running: dict[TransferNode, tuple[float, Sequence[TransferNode]]] = {}  # until when, and who waits behind it
         self._overdue: dict[TransferNode, None] = {}  # one for each thread that hangs
 
-    def begin(self, node: TransferNode, num_blocks: int = 1, behind: Sequence[TransferNode] = ()) -> None:
+    def begin(self, node: TransferNode, num_blocks: int = 1, behind: Sequence[TransferNode] = (),
+              on_purpose: float = 0.0) -> None:
         """A thread is about to begin this node's file operation, which is that of so many blocks.
 
         ``behind``: nodes that the thread has taken too. They are in no queue, and nobody else would ever hear of them.
+        ``on_purpose``: seconds of it that are no drive's fault, because writes are spread out to a rate.
         """
-        self._running[node] = (time.monotonic() + HANG_SECONDS * (1.0 + (num_blocks - 1) * _FURTHER_BLOCK), behind)
+        self._running[node] = (time.monotonic() + HANG_SECONDS * (1.0 + (num_blocks - 1) * _FURTHER_BLOCK) + on_purpose, behind)
 
     def end(self, node: TransferNode) -> bool:
         """It is over. False when it had been overdue: it and those behind it have been reported, and nobody listens any more."""

@@ -20,6 +20,7 @@ from kvtier.io.device import Device, EngineStream
 from kvtier.io.incident import Incident
 from kvtier.io.streams import Event, Stream
 from kvtier.pools.group_pools import GroupPools
+from kvtier.pools.nvme_geometry import NvmeGeometry
 from kvtier.pools.pool_index import NVME, PRIMARY, PoolIndex, level_of, pool_index, slot_of
 from kvtier.tiering.copy_batch import CopyBatch, FaultPoint
 from kvtier.tiering.debug_path import DebugPath
@@ -59,14 +60,16 @@ class TransferManager:
             without one. The caller closes it after this.
         debug: the way through files of a request's own; None without one. It is started and closed here.
         check_order: look at the order of all accesses a second time; LedgerError where nothing orders two of them.
+        write_bytes_per_second: to which the store spreads its writes out: taking that long is not hanging. None: it does not.
 
     Raises:
-        ConfigError: fewer than one read thread or staging block, or no memory for the staging blocks.
+        ConfigError: fewer than one read thread or staging block, no memory for the staging blocks, or no thread to be had.
     """
 
     def __init__(self, device: Device, pools: Sequence[GroupPools], store: BlockStore | None, *,
                  faults: FaultPoint | None = None, read_threads: int = 2, staging_blocks: int = 4, staging_bytes: int = 0,
-                 gds: GdsPath | None = None, debug: DebugPath | None = None, check_order: bool = False) -> None:
+                 gds: GdsPath | None = None, debug: DebugPath | None = None, check_order: bool = False,
+                 write_bytes_per_second: float | None = None) -> None:
         if read_threads < 1 or staging_blocks < 1:
             raise ConfigError(f"read_threads={read_threads}, staging_blocks={staging_blocks}: both must be at least 1, "
                               "or nothing would ever be read from NVMe")
@@ -94,15 +97,19 @@ class TransferManager:
             self._offload = device.stream("offload")
             undo.callback(self._offload.close, 1.0)
             self._onboard = device.stream("onboard")
+            undo.callback(self._onboard.close, 1.0)
+            if debug is not None:
+                undo.callback(debug.close, 1.0)
+                debug.start(self._read_over)
+            if store is not None:
+                secondary = [pool.secondary.padded_rows if pool.secondary is not None else None for pool in pools]
+                rows = self._routes.direct_write_rows
+                writes = DirectWrites(store, rows, self._copy_out) if rows else None
+                seconds = [] if write_bytes_per_second is None else [NvmeGeometry(size, 0).stride / write_bytes_per_second
+                                                                     for size in self._block_bytes]
+                self._files = FileWorkers(store, self._routes.staging, secondary, read_threads, self._read_over,
+                                          self._writes_over, self._routes.direct, writes, seconds)
             undo.pop_all()
-        if debug is not None:
-            debug.start(self._read_over)
-        if store is not None:
-            secondary = [pool.secondary.padded_rows if pool.secondary is not None else None for pool in pools]
-            rows = self._routes.direct_write_rows
-            writes = DirectWrites(store, rows, self._copy_out) if rows else None
-            self._files = FileWorkers(store, self._routes.staging, secondary, read_threads, self._read_over,
-                                      self._writes_over, self._routes.direct, writes)
 
     # -- issuing ---------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from kvtier.pools.host_arena import HostArena
 from kvtier.pools.host_memory import HostMemory
 from kvtier.pools.layout import KVLayout
 from kvtier.pools.pool_index import PRIMARY
-from kvtier.tiering import transfer
+from kvtier.tiering import routes
 from kvtier.tiering.copy_batch import CopyBatch
 
 TINY = CopyPlan(num_blocks=8, batch_blocks=3, rounds=3)
@@ -51,6 +51,7 @@ def test_the_rows_are_named_as_the_design_says_and_each_stands_beside_memcpy(tmp
             assert row["ratio"] > 0.0
     assert written["config"]["block_bytes"] == 2 << 20
     assert any("nothing crosses PCIe" in note for note in written["config"]["notes"])
+    assert any("in a loop in Python" in note for note in written["config"]["notes"]), "what the limit is beside small blocks"
 
 
 class WrongByte:
@@ -67,14 +68,14 @@ class WrongByte:
 
 def test_one_wrong_byte_makes_a_row_invalid_and_the_exit_code_1(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def with_wrong_bytes(pools: GroupPools, staging: HostArena | None, device: str) -> dict[tuple[int, int], Copier]:
+    def with_wrong_bytes(pools: GroupPools, staging: HostArena | None, device: str, _: object = None) -> dict[tuple[int, int], Copier]:
         copiers = open_copiers(pools, staging, device)
         if pools.primary.layer_first:
             return copiers
         copiers[PRIMARY, PRIMARY] = WrongByte(copiers[PRIMARY, PRIMARY], host_rows(pools.primary))
         return copiers
 
-    monkeypatch.setattr(transfer, "open_copiers", with_wrong_bytes)
+    monkeypatch.setattr(routes, "open_copiers", with_wrong_bytes)
     figures = tmp_path / "copy.json"
     assert run_copy(figures, plan=SMALL_BLOCKS) == 1
     written = json.loads(figures.read_text())

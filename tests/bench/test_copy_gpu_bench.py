@@ -13,7 +13,7 @@ from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.layout import KVLayout
 from kvtier.pools.pool_index import PRIMARY, SECONDARY
-from kvtier.tiering import transfer
+from kvtier.tiering import routes
 from kvtier.tiering.copy_batch import CopyBatch
 
 TINY = GpuCopyPlan(num_blocks=8, batch_blocks=3, rounds=5)
@@ -47,12 +47,12 @@ class WrongByte:
 
 
 def test_one_wrong_byte_rejects_the_rows_that_it_concerns(monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_wrong_bytes(pools: GroupPools, staging: HostArena | None, device: str) -> dict[tuple[int, int], Copier]:
+    def with_wrong_bytes(pools: GroupPools, staging: HostArena | None, device: str, _: object = None) -> dict[tuple[int, int], Copier]:
         copiers = open_copiers(pools, staging, device)
         copiers[PRIMARY, SECONDARY] = WrongByte(copiers[PRIMARY, SECONDARY], pools)
         return copiers
 
-    monkeypatch.setattr(transfer, "open_copiers", with_wrong_bytes)
+    monkeypatch.setattr(routes, "open_copiers", with_wrong_bytes)
     report = measure_gpu_copies(SMALL_BLOCKS, device="cpu")
     assert list(report.invalid) == ["copy/secondary->primary/8KiB", "copy/both/8KiB"]
     assert "does not hold the bytes of secondary slot" in report.invalid["copy/both/8KiB"]

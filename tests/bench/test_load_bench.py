@@ -42,6 +42,7 @@ def test_each_point_stands_beside_computing_and_loading(tmp_path: Path) -> None:
         assert set(written["config"]["decisions"][name]) <= {"loaded", "recomputed", "probed"}
     assert rows[GRID]["ratio"] == rows[GRID]["median"]
     assert written["config"]["invalid"] == []
+    assert any("from the turns of all three" in note for note in written["config"]["notes"]), "what the one that decides has learned from"
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from toy_engine import OTHER, PROMPT, MakeCache, ToyEngine, delays, fails, tokens_of
+from toy_engine import OTHER, PROMPT, MakeCache, ToyEngine, delays, fails, tokens_of, wait_until
 
 from kvtier import ConfigError, CorruptBlock, KVCacheManager, Level, Request, RequestError, RetentionConfig, TransferError, TransferMode
 from kvtier.io.faults import FaultOperation, Faults
-from kvtier.tiering import debug_files
+from kvtier.tiering import debug_files, hang_watch
 from kvtier.tiering.debug_files import read_debug_file
 from kvtier.tiering.request_directory import RequestRoot
 
@@ -179,6 +181,36 @@ def test_closing_ends_what_hangs_behind_a_file(make_cache: MakeCache, root: Path
     cache = make_cache(8, 4, 16, request_directory_root=root, faults=Faults([delays(FaultOperation.READ, 0.2)]))
     cache.add_sequence(Request(1, PROMPT, retention=debugged()))
     cache.close(timeout=20)
+
+
+def test_a_file_that_hangs_is_a_miss_and_keeps_nobody_waiting(make_cache: MakeCache, root: Path, monkeypatch: pytest.MonkeyPatch,
+                                                              caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(hang_watch, "HANG_SECONDS", 0.1)
+    cache = make_cache(8, 8, request_directory_root=root)
+    engine = ToyEngine(cache)
+    push_down(cache, engine)
+    returns, true_rename = threading.Event(), os.rename
+
+    def hang(*arguments: Any, **options: Any) -> None:
+        returns.wait(30.0)
+        true_rename(*arguments, **options)
+
+    monkeypatch.setattr(debug_files.os, "rename", hang)
+    engine.run([Request(3, PROMPT, retention=debugged())])  # several blocks: all behind the first file
+    assert cache.transfers.idle(5.0)
+    cache.verify()
+    engine.run([Request(4, tokens_of(9, 29), retention=debugged())])  # what comes while it hangs is not kept waiting either
+    assert cache.transfers.idle(5.0)
+    assert len([record for record in caplog.records if "hangs; its block is computed again" in record.message]) == 1
+    assert not cache._debug._names
+    returns.set()
+    wait_until(lambda: not cache._debug._watch.is_stuck)
+    engine.serve(Request(5, PROMPT))
+    engine.serve(Request(6, tokens_of(7, 29), retention=debugged("after")))
+    assert cache.transfers.idle(5.0)
+    assert files_below(root / "after")  # the thread works again, with all its buffers
+    assert cache._debug.staging[0].take(0.0) is not None
+    cache.verify()
 
 
 def test_a_changed_file_is_found_out(make_cache: MakeCache, root: Path) -> None:

@@ -428,6 +428,17 @@ def test_an_error_that_nobody_expects_fails_its_writes_and_not_the_next_ones(rig
     assert rig.run([rig.move(place(PRIMARY, slot), place(NVME, slot), key(slot)) for slot in range(12)]) == [None] * 12
 
 
+def test_copies_that_cannot_be_enqueued_cost_no_row(rig: DirectRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_arguments: object) -> None:
+        raise RuntimeError("an error of the device's library")
+
+    monkeypatch.setattr(rig.transfers._offload, "submit", broken)
+    errors = rig.run([rig.move(place(PRIMARY, slot), place(NVME, slot), key(slot)) for slot in range(2 * WRITE_ROWS)])
+    assert [str(error) for error in errors] == ["an error of the device's library"] * 2 * WRITE_ROWS
+    monkeypatch.undo()
+    assert rig.run([rig.move(place(PRIMARY, slot), place(NVME, slot), key(slot)) for slot in range(12)]) == [None] * 12
+
+
 def test_a_cache_closes_the_direct_way_last_and_only_once(make_cache: MakeCache, directly: None, kvikio: KvikioDouble) -> None:
     cache: KVCacheManager = make_cache(8, 4, 16)
     cache.close()

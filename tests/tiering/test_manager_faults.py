@@ -172,6 +172,20 @@ def test_file_operations_that_hang_are_waited_for_no_longer_than_they_may(
     cache.verify()
 
 
+def test_writes_that_a_rate_spreads_out_do_not_hang(make_cache: MakeCache, caplog: pytest.LogCaptureFixture,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang_watch, "HANG_SECONDS", 0.3)  # less than the writes take
+    cache = make_cache(8, 4, 40, write_ahead_share=1.0, nvme_write_bandwidth="40KiB/s")
+    ToyEngine(cache).serve(Request(1, tokens_of(1, 29)))
+    ToyEngine(cache).serve(Request(2, tokens_of(2, 29)))
+    assert cache.flush(timeout=20.0)
+    stats = cache.stats()
+    assert stats.nvme.backing_blocks + stats.nvme.evictable_blocks > 6
+    assert stats.transfer_failures == 0
+    assert warnings_of(caplog) == []
+    cache.verify()
+
+
 @pytest.mark.parametrize("level", ["primary", "secondary"])
 def test_a_copy_that_hangs_holds_up_who_needs_it_and_nobody_longer_than_he_says(
         make_cache: MakeCache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, level: str) -> None:

@@ -221,6 +221,26 @@ def test_a_clear_that_fails_shows_no_old_row_and_is_made_up_for(path: Path) -> N
     assert list(contents.rows) == [(0, 1)]
 
 
+@pytest.mark.parametrize("clears_at_once", [True, False])
+def test_a_clear_behind_a_quarantine_that_failed_only_seemingly_goes_through(path: Path, clears_at_once: bool) -> None:
+    manifest = Manifest(path, NAMESPACE)
+    manifest.load()
+    before = manifest.counts()[1]
+    manifest._connection = LyingConnection(manifest._connection)
+    with pytest.raises(TransferError, match="disk I/O error"):
+        manifest.quarantine([QuarantineRow(0, 1, b"k" * 32, "bad", 0)])
+    if not clears_at_once:  # whether the clear itself reached the file is not known either
+        with pytest.raises(TransferError, match="disk I/O error"):
+            manifest.clear(b"m" * 32)
+    manifest._connection.lies = False
+    manifest.clear(b"m" * 32)
+    assert manifest.counts() == (0, before + 1)
+    manifest.close(5.0)
+    contents = load(path, b"m" * 32)
+    assert contents.damage == []
+    assert (0, 1) in contents.quarantine
+
+
 def test_a_closed_manifest_takes_nothing_and_leaves_no_log(path: Path) -> None:
     manifest = Manifest(path, NAMESPACE)
     manifest.load()
