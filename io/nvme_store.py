@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from kvtier.errors import CorruptBlock, TransferError
+from kvtier.errors import ConfigError, CorruptBlock, TransferError
 from kvtier.io.block_writer import slots_per_run
 from kvtier.io.direct_file import Buffer
 from kvtier.io.drive_queue import DriveQueue
@@ -29,6 +29,7 @@ from kvtier.io.store_arguments import StoreClosed, runs_of_different_slots, slab
 from kvtier.io.store_messages import COUNTERS, BlockTarget, BlockWrite, NvmeStats, StoredBlock, is_direct
 from kvtier.io.store_open import OpenedStore, open_store
 from kvtier.io.store_writes import StoreWrites
+from kvtier.io.threads import start_thread
 from kvtier.io.write_pause import WritePause
 from kvtier.pools.nvme_geometry import NvmeGeometry
 
@@ -335,8 +336,11 @@ class NvmeStore:
                 return False
         with self._close_lock:
             if self._releasing is None or (not self._releasing.is_alive() and not self._released):
-                self._releasing = threading.Thread(target=self._release, args=(deadline,), name="kvtier-close", daemon=True)
-                self._releasing.start()
+                try:
+                    self._releasing = start_thread(lambda: self._release(deadline), "kvtier-close")
+                except ConfigError:  # no thread to be had: rather without a deadline than not at all
+                    self._release(deadline)
+                    return self._released
             releasing = self._releasing
         # In a thread of its own, because its last commit may hang like any other.
         releasing.join(max(deadline - time.monotonic(), _RELEASE_SECONDS))

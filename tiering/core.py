@@ -117,18 +117,19 @@ class TierCore:
                                              staging_bytes=config.read_threads * RUN_BYTES, gds=self._gds, debug=self._debug,
                                              check_order=config.debug_checks,
                                              write_bytes_per_second=config.nvme_write_bytes_per_second)
+            undo.callback(self.transfers.close, 1.0)
+            if config.faults is not None:
+                logger.warning("faults are injected into this cache (%s): %s. For trials only: blocks are really lost and files really "
+                               "deleted", config.sources["faults"], config.faults)
+            self._statistics = StatisticsRecorder(self._ledger, self._ledger.allocators)
+            self._totals = self._statistics.totals
+            can_split = all(geometry.kind in (FULL, CROSS) for geometry in self._ledger.geometries)
+            self._loading = LoadDecider(self._load_meter, config.load_decision == "auto", can_split)
+            self._ledger.loading = self._loading
+            self._poison = Poison(self.pools, self._ledger.geometries) if config.debug_checks else None
+            rate = config.nvme_scrub_bytes_per_second
+            self.scrub = IdleScrub(self, self.store, rate) if self.store is not None and rate is not None else None
             undo.pop_all()
-        if config.faults is not None:
-            logger.warning("faults are injected into this cache (%s): %s. For trials only: blocks are really lost and files really deleted",
-                           config.sources["faults"], config.faults)
-        self._statistics = StatisticsRecorder(self._ledger, self._ledger.allocators)
-        self._totals = self._statistics.totals
-        can_split = all(geometry.kind in (FULL, CROSS) for geometry in self._ledger.geometries)
-        self._loading = LoadDecider(self._load_meter, config.load_decision == "auto", can_split)
-        self._ledger.loading = self._loading
-        self._poison = Poison(self.pools, self._ledger.geometries) if config.debug_checks else None
-        rate = config.nvme_scrub_bytes_per_second
-        self.scrub = IdleScrub(self, self.store, rate) if self.store is not None and rate is not None else None
 
     # -- once per step, events, statistics -------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from kvtier.io.direct_file import aligned_buffer
 from kvtier.io.manifest_rows import Place
 from kvtier.io.nvme_store import NvmeStore
 from kvtier.io.scrub import Scrubber
+from kvtier.io.threads import start_thread
 from kvtier.pools.pool_index import NVME
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ class IdleScrub:
         self._scrubber = Scrubber(store, bytes_per_second, is_idle=lambda: core.transfers.idle(0.0), condemn=self._condemn,
                                   sleep=self._stop.wait)
         self.verified = 0
-        self._thread = threading.Thread(target=self._run, name="kvtier-scrub", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "kvtier-scrub")
 
     def close(self, timeout: float) -> None:
         """Stop after the block that is being read. A read that hangs is left behind: the store waits for it when it is closed."""

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from kvtier.errors import KVTierError
+from kvtier.io.threads import start_thread
 from kvtier.pools.layout import KVLayout
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of
 from kvtier.tiering import arguments
@@ -175,14 +176,13 @@ class Prefetching(TierCore):
         """
         request = as_request(tokens, lora_id=lora_id, cache_salt=cache_salt, **namespace)
         with self.locked() as ledger:
+            if self._prefetch_thread is None:
+                self._prefetch_thread = start_thread(self._run_prefetches, "kvtier-prefetch")
+                self.transfers.add_listener(self._prefetch_wake.set)
             started = Prefetch(self, request, stored_prefix(ledger, request) if self._budget.bytes_per_second else [])
             self._prefetched.asked += 1
             self._prefetches.append(started)
             self._carry_on(ledger)
-            if self._prefetches and self._prefetch_thread is None:
-                self._prefetch_thread = threading.Thread(target=self._run_prefetches, name="kvtier-prefetch", daemon=True)
-                self.transfers.add_listener(self._prefetch_wake.set)
-                self._prefetch_thread.start()
         self._prefetch_wake.set()
         return started
 

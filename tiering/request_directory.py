@@ -31,7 +31,10 @@ class RequestRoot:
                               f"{os.getuid()} may write to") from error
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        """Let go of the folder. Idempotent."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def parts(self, directory: str) -> tuple[str, ...]:
         """A request's directory as folder names below the root. It may be given relative to the root, or as an absolute path.
