@@ -73,7 +73,7 @@ def test_verify_tells_of_an_order_that_was_forgotten(make_cache: MakeCache, monk
         node.blockers = 0
 
     monkeypatch.setattr(TransferGraph, "add", forget)
-    cache = make_cache(3, 8)
+    cache = make_cache(3, 8, faults="secondary.copy.delay=1:5ms, primary.copy.delay=1:5ms")  # so that the earlier one is not over
     with pytest.raises(LedgerError, match="unordered access"):
         serve_and_verify(cache)
     monkeypatch.undo()
