@@ -219,7 +219,7 @@ def install_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
     return install
 
 
-def test_where_fio_is_installed_it_has_its_own_rows_and_is_a_peer_of_ours(tmp_path: Path, install_fio: Callable[[str], None]) -> None:
+def test_where_fio_is_installed_the_faster_of_it_and_a_plain_loop_is_the_limit(tmp_path: Path, install_fio: Callable[[str], None]) -> None:
     install_fio("")
     (tmp_path / "drive").mkdir()
     code, written = measure(tmp_path / "drive")
@@ -227,9 +227,9 @@ def test_where_fio_is_installed_it_has_its_own_rows_and_is_a_peer_of_ours(tmp_pa
     rows = {row["name"]: row for row in written["results"]}
     how = "O_DIRECT" if written["config"]["direct_io"] else "page-cache"
     for name in ("nvme/write/8KiB", "nvme/read/8KiB"):
-        assert rows[name]["limit"]["name"] == f"fio, {how} psync, 2 threads"
-        assert rows[name]["limit"]["value"] == pytest.approx(4 * 8192 / 0.016 / 1e9)
-        assert rows[name]["peers"].keys() == {f"{how} pread and pwrite, 2 threads"}
+        limit = rows[name]["limit"]
+        assert {limit["name"], *rows[name]["peers"]} == {f"fio, {how} psync, 2 threads", f"{how} pread and pwrite, 2 threads"}
+        assert limit["value"] >= 4 * 8192 / 0.016 / 1e9 * 0.999, "the faster one is the limit"
         assert rows[f"{name}/noise"]["median"] == 1.0
 
 
