@@ -11,6 +11,7 @@ from pathlib import Path
 from kvtier.errors import TransferError
 
 _PATIENCE = 300.0
+_DYING = 30.0  # seconds; a killed process ends when the kernel has finished what it does for it
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,28 @@ class Fio:
                    f"--size={share}", f"--offset_increment={share}", f"--numjobs={num_threads}", "--thread", "--ioengine=psync",
                    f"--direct={int(self.direct)}", "--fallocate=posix", "--group_reporting", "--output-format=json"]
         try:
-            found = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=True, cwd=path.parent)
-            # fio may put a remark in front of its JSON.
-            report = json.loads(found.stdout[found.stdout.index("{"):])
+            output = _output_of(command, path.parent)
+            report = json.loads(output[output.index("{"):])  # fio may put a remark in front of its JSON
             return max(float(report["jobs"][0][mode]["runtime"]), 1.0) / 1000.0
         except subprocess.CalledProcessError as error:
             lines = (error.stderr or error.stdout or "").strip().splitlines()
             raise TransferError(f"fio failed with code {error.returncode}: {lines[0] if lines else 'it said nothing'}") from error
         except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, IndexError, TypeError) as error:
             raise TransferError(f"fio gave no result: {error!r}") from error
+
+
+def _output_of(command: list[str], folder: Path) -> str:
+    """What a command prints. It is over when this returns or raises, also for Ctrl-C: it must not write into a folder being removed."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder) as process:
+        try:
+            output, errors = process.communicate(timeout=_PATIENCE)
+        except BaseException:
+            process.kill()
+            process.wait(_DYING)
+            raise
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command, output, errors)
+        return output
 
 
 def find_fio() -> str | None:
