@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,8 +25,9 @@ from kvtier.bench.integrity_crash import ANY_MOMENT, CrashHistory
 from kvtier.bench.integrity_damage import DamagedStore
 from kvtier.bench.integrity_outcome import GEOMETRIES, Outcome
 from kvtier.bench.measure import Spread
+from kvtier.bench.nvme import working_folder
 from kvtier.bench.report import CHECK_FAILED, FINE, Limit, Report, ResultRow, check_writable, machine_line, spread_row, write_json
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.errors import KVTierError
 from kvtier.io.store_directory import expand
 
 LEAST_KEPT: Final = 0.99
@@ -135,7 +134,7 @@ def run_integrity(directory: Path | None = None, json_file: Path | None = None, 
     console = Console()
     cases: list[Case] = []
     invalid: dict[str, str] = {}
-    with _working_folder(parent) as folder, _quiet():
+    with working_folder(parent) as folder, _quiet():
         for name, trial, count in _trials(folder, plan):
             if count == 0:
                 continue
@@ -190,20 +189,6 @@ def _trials(folder: Path, plan: IntegrityPlan) -> Iterator[tuple[str, Callable[[
     yield "torn-write", damaged.torn_write, plan.writes
     yield "misdirected-write", damaged.misdirected_write, plan.writes
     yield "full-drive", damaged.no_room, plan.full_drives
-
-
-@contextlib.contextmanager
-def _working_folder(parent: Path) -> Iterator[Path]:
-    """A new folder there, removed at the end whatever happens."""
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir=parent))
-    except OSError as error:
-        raise ConfigError(f"--directory {parent}: cannot be worked in ({error.strerror}); name a folder that exists and that this "
-                          "user may write to") from error
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

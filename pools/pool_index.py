@@ -12,6 +12,8 @@ from kvtier.types import Slot
 PoolIndex = NewType("PoolIndex", int)
 """``slot * 4 + level``."""
 LEVEL_BITS: Final = 3
+SLOT_STEP: Final = 4
+"""Between the indices of neighbouring slots of one level."""
 
 # Level values as plain constants: the ledger compares them in its hot paths, where an enum lookup costs more than the work.
 PRIMARY: Final = 0

@@ -6,9 +6,8 @@ import threading
 from collections import deque
 from queue import Empty
 
+from kvtier.pools.pool_index import SLOT_STEP
 from kvtier.tiering.transfer_graph import TransferNode
-
-_SLOT_STEP = 4  # between the pool indices of neighbouring slots
 
 
 class RunQueue:
@@ -59,7 +58,7 @@ class RunQueue:
                 if node is None or node.group != first.group:
                     break
                 distance = node.source - run[-1].source
-                if distance not in ((_SLOT_STEP, -_SLOT_STEP) if step == 0 else (step,)):
+                if distance not in ((SLOT_STEP, -SLOT_STEP) if step == 0 else (step,)):
                     break
                 step = distance
                 run.append(node)

@@ -31,7 +31,7 @@ from kvtier.tiering.order_check import OrderCheck
 from kvtier.tiering.routes import Routes
 from kvtier.tiering.transfer_graph import NodeState, TransferGraph, TransferNode, Work
 from kvtier.tiering.transfer_results import CompletionQueue, MoveResult, TransferCounters
-from kvtier.tiering.transfer_waiting import as_exception, deadline_of, is_on_a_stream, is_on_its_way, is_over, seconds_left, waits_for_file
+from kvtier.tiering.transfer_waiting import as_exception, deadline_of, is_over, is_past_files, seconds_left, waits_for_file
 
 if TYPE_CHECKING:
     from kvtier.io.gds import GdsPath
@@ -332,7 +332,7 @@ class TransferManager:
             False when ``timeout`` seconds were not enough, or when the manager was closed without that.
         """
         with self._lock:
-            return self._wait_locked(self._graph.pending(group, indices), is_on_its_way, deadline_of(timeout))
+            return self._wait_locked(self._graph.pending(group, indices), is_past_files, deadline_of(timeout))
 
     def order_before_engine(self, engine_stream: EngineStream | None, group: int, indices: Iterable[PoolIndex],
                             timeout: float | None) -> bool:
@@ -352,7 +352,7 @@ class TransferManager:
             if not nodes:
                 self._engine_begins((), group, indices, since)
                 return True
-            if not self._wait_locked(nodes, is_on_a_stream, deadline):
+            if not self._wait_locked(nodes, is_past_files, deadline):
                 return False
             # On one stream the last event stands for all before it.
             last: dict[Stream, TransferNode] = {}

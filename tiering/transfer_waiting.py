@@ -23,13 +23,8 @@ def is_over(node: TransferNode) -> bool:
     return node.state is NodeState.DONE
 
 
-def is_on_a_stream(node: TransferNode) -> bool:
-    """A stream may be ordered behind it."""
-    return not waits_for_file(node)
-
-
-def is_on_its_way(node: TransferNode) -> bool:
-    """No file keeps it any more."""
+def is_past_files(node: TransferNode) -> bool:
+    """No file keeps it any more: a stream may be ordered behind it."""
     return not waits_for_file(node)
 
 

@@ -22,11 +22,7 @@ import typer
 from kvtier import __version__
 from kvtier.cli_store import store
 from kvtier.errors import ConfigError, KVTierError, RequestError
-
-CHECK_FAILED = 1
-USED_WRONGLY = 2
-INTERRUPTED = 130  # typer's own code for Ctrl-C: 128 + SIGINT
-TERMINATED = 143
+from kvtier.exit_codes import CHECK_FAILED, INTERRUPTED, TERMINATED, USED_WRONGLY
 
 app = typer.Typer(name="kvtier", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="The memory tier for LLM inference engines: KV cache in GPU memory, host memory and NVMe.")

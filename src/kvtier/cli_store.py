@@ -14,13 +14,10 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from kvtier.errors import ConfigError, KVTierError
+from kvtier.exit_codes import CHECK_FAILED, FINE, USED_WRONGLY
 
 if TYPE_CHECKING:
     from kvtier.io.store_commands import Listing
-
-FINE = 0
-CHECK_FAILED = 1
-USED_WRONGLY = 2
 
 _MOST_LINES = 20  # of bad blocks; all of them are in the JSON
 

@@ -73,5 +73,5 @@ def test_a_trial_that_cannot_be_made_is_an_exit_code_of_1(tmp_path: Path, monkey
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="name a folder that exists"):
+    with pytest.raises(ConfigError, match="does not exist; name a folder"):
         run_integrity(tmp_path / "missing")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier.errors import TransferError
-from kvtier.pools.pool_index import pool_index
+from kvtier.pools.pool_index import SLOT_STEP, pool_index
 from kvtier.tiering import hang_watch
 
 Make = Callable[..., Any]
@@ -122,5 +122,4 @@ def test_with_few_buffers_the_rest_of_a_run_waits_its_turn(make_rig: Make) -> No
 
 
 def test_pool_indices_of_neighbours_are_four_apart() -> None:
-    from kvtier.tiering import run_queue
-    assert pool_index(2, 6) - pool_index(2, 5) == run_queue._SLOT_STEP
+    assert pool_index(2, 6) - pool_index(2, 5) == SLOT_STEP
