@@ -7,7 +7,6 @@ them and two levels behind it, and with reuse off. The answers must be the same 
 from __future__ import annotations
 
 import shlex
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from kvtier.bench.demo_plan import (
 )
 from kvtier.bench.demo_report import Totals, as_json, compare, print_report
 from kvtier.bench.demo_run import Run, converse, repeat
+from kvtier.bench.removal import remove_folder
 from kvtier.bench.report import check_writable, write_json
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.io.device import open_device
@@ -140,7 +140,7 @@ def _scratch() -> Iterator[Path]:
     try:
         yield folder / "nvme"
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from kvtier.bench.fio import Fio, find_fio
 from kvtier.bench.measure import LEAST_ROUNDS, Interleaved
 from kvtier.bench.nvme_point import OURS, Buffers, CpuTimes, NvmePlan, Point
 from kvtier.bench.plot import check_plot, plot_rows
+from kvtier.bench.removal import remove_folder
 from kvtier.bench.report import (
     Limit,
     Report,
@@ -166,7 +166,7 @@ def working_folder(parent: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
 
 
 def _require_space(plan: NvmePlan, directory: Path, num_files: int) -> None:

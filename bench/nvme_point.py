@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import numpy as np
 from kvtier.bench.fio import Fio
 from kvtier.bench.measure import Alternative, Spread
 from kvtier.bench.raw_io import RawFile, share_out
+from kvtier.bench.removal import remove_folder
 from kvtier.errors import ConfigError, TransferError
 from kvtier.io.drive_queue import DriveQueue
 from kvtier.io.faults import Faults
@@ -142,7 +142,7 @@ class Point:
         self._keys = [hashlib.sha256(b"block %d" % slot).digest() for slot in range(plan.num_blocks)]
         self._items = [BlockWrite(0, slot, self._keys[slot], buffers.written[slot], 35, 0.0) for slot in range(plan.num_blocks)]
         with contextlib.ExitStack() as undo:
-            undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            undo.callback(remove_folder, self._folder)
             self._raw = [RawFile(self._folder / name, plan.num_blocks, plan.block_bytes, direct)
                          for name in (("raw", "raw-again") if fio is None else ("raw",))]
             for raw in self._raw:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future, wait
 from pathlib import Path
 from types import TracebackType
 
@@ -79,8 +79,13 @@ def share_out(threads: Executor, num_threads: int, num_blocks: int, work: Callab
     Raises:
         Exception: the first one that ``work`` raised; all threads have ended then.
     """
-    waiting = [threads.submit(work, range(first, num_blocks, num_threads)) for first in range(num_threads)]
-    errors = [future.exception() for future in waiting]
+    waiting: list[Future[None]] = []
+    try:
+        for first in range(num_threads):
+            waiting.append(threads.submit(work, range(first, num_blocks, num_threads)))
+        errors = [future.exception() for future in waiting]
+    finally:  # also after Ctrl-C: what they work on is closed next
+        wait(waiting)
     for error in errors:
         if error is not None:
             raise error

@@ -10,13 +10,13 @@ import contextlib
 import gc
 import hashlib
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from kvtier.bench.measure import Alternative, Interleaved, interleave
+from kvtier.bench.removal import remove_folder
 from kvtier.bench.report import Limit, ResultRow
 from kvtier.errors import TransferError
 from kvtier.io.manifest import Manifest, ManifestRow
@@ -135,7 +135,7 @@ class _Place:
     def remove(self) -> None:
         if self._manager is not None:
             self._manager.close(timeout=_PATIENCE)
-        shutil.rmtree(self._path, ignore_errors=True)
+        remove_folder(self._path)
 
 
 @contextlib.contextmanager
