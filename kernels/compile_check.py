@@ -21,7 +21,13 @@ from typing import Final
 ARCHITECTURES: Final = (80, 90, 100)
 """A100, H100 and H200, B200."""
 
-_TRITON_MODULES: Final = ("kvtier.kernels.triton_append", "kvtier.kernels.triton_checksum")
+_TRITON_MODULES: Final = (
+    "kvtier.kernels.triton_append",
+    "kvtier.kernels.triton_checksum",
+    "kvtier.kernels.triton_nvfp4",
+    "kvtier.kernels.triton_scatter",
+    "kvtier.kernels.triton_value_tail",
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class CompileCase:
     kernel: object                        #: what ``triton.jit`` returned
     signature: Mapping[str, str]          #: argument name to Triton's type name ("*bf16", "i64", "constexpr")
     constants: Mapping[str, int | bool]   #: value of every constexpr
+    architectures: tuple[int, ...] = ARCHITECTURES  #: those it is for: below sm_89 there are no instructions for e4m3
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ def compile_all(architectures: tuple[int, ...] = ARCHITECTURES) -> Iterator[Comp
     """Compile every case for every architecture; a failure is a result, not an exception."""
     for module in _TRITON_MODULES:
         for case in importlib.import_module(module).compile_cases():
-            for architecture in architectures:
+            for architecture in sorted(set(architectures) & set(case.architectures)):
                 yield compile_case(case, architecture)
 
 
