@@ -20,6 +20,6 @@ from kvtier.kernels.token_moves import move_tokens
 from kvtier.kernels.value_tail import zero_value_tail
 
 __all__ = [
-    "NULL_ENTRY", "OffsetTable", "RingMap", "append_mla", "attention_decode", "attention_prefill", "copy_partial_blocks", "dequantise_nvfp4",
-    "move_tokens", "quantise_nvfp4", "scatter_indexer_keys", "use_reference", "write_kv", "zero_value_tail",
+    "NULL_ENTRY", "OffsetTable", "RingMap", "append_mla", "attention_decode", "attention_prefill", "copy_partial_blocks",
+    "dequantise_nvfp4", "move_tokens", "quantise_nvfp4", "scatter_indexer_keys", "use_reference", "write_kv", "zero_value_tail",
 ]

@@ -20,6 +20,7 @@ from kvtier.kernels import checks
 
 if TYPE_CHECKING:
     from kvtier.kernels.places import TokenPlaces
+    from kvtier.kernels.rotary import Rotary
     from kvtier.kernels.storage import StoredPages
 
 
@@ -27,6 +28,14 @@ class AppendPath(Protocol):
     """Writes the tokens that have a place and leaves out the others, whole: :func:`kvtier.kernels.append.write_kv`."""
 
     def __call__(self, stored: StoredPages, key: torch.Tensor, value: torch.Tensor | None, places: TokenPlaces,
+                 layer_offset: int) -> None: ...
+
+
+class FusedWritePath(Protocol):
+    """Queries to ``out``; with ``stored``, keys and values to their places: :func:`kvtier.kernels.fused_write.fused_write`."""
+
+    def __call__(self, qkv: torch.Tensor, bias: torch.Tensor | None, rotary: Rotary | None, rotary_positions: torch.Tensor,
+                 out: torch.Tensor, query_scale: float, stored: StoredPages | None, places: TokenPlaces, kv_heads: int,
                  layer_offset: int) -> None: ...
 
 
@@ -75,6 +84,7 @@ class KernelPaths:
     """The paths of one kind of device."""
 
     append: AppendPath
+    fused_write: FusedWritePath
     zero_tail: ZeroTailPath
     scatter: ScatterPath
     quantise_nvfp4: QuantiseNvfp4Path
@@ -106,22 +116,24 @@ def _paths_of(device_type: str) -> KernelPaths:
 
     if device_type == "cpu":
         from kvtier.kernels.append import append_torch
+        from kvtier.kernels.fused_write import fused_write_torch
         from kvtier.kernels.indexer_scatter import scatter_torch
         from kvtier.kernels.nvfp4 import dequantise_nvfp4_torch, quantise_nvfp4_torch
         from kvtier.kernels.value_tail import zero_tail_torch
 
         return KernelPaths(
-            append=append_torch, zero_tail=zero_tail_torch, scatter=scatter_torch,
+            append=append_torch, fused_write=fused_write_torch, zero_tail=zero_tail_torch, scatter=scatter_torch,
             quantise_nvfp4=quantise_nvfp4_torch, dequantise_nvfp4=dequantise_nvfp4_torch,
             prefill=prefill_torch, decode=decode_torch)
     if device_type == "cuda":
         from kvtier.kernels.triton_append import append_triton
+        from kvtier.kernels.triton_fused_write import fused_write_triton
         from kvtier.kernels.triton_nvfp4 import dequantise_nvfp4_triton, quantise_nvfp4_triton
         from kvtier.kernels.triton_scatter import scatter_triton
         from kvtier.kernels.triton_value_tail import zero_tail_triton
 
         return KernelPaths(
-            append=append_triton, zero_tail=zero_tail_triton, scatter=scatter_triton,
+            append=append_triton, fused_write=fused_write_triton, zero_tail=zero_tail_triton, scatter=scatter_triton,
             quantise_nvfp4=quantise_nvfp4_triton, dequantise_nvfp4=dequantise_nvfp4_triton,
             # Attention's torch paths are made of operations that every device has: right on a GPU, not fast.
             prefill=prefill_torch, decode=decode_torch)
@@ -132,11 +144,12 @@ def _paths_of(device_type: str) -> KernelPaths:
 def _references() -> KernelPaths:
     from kvtier.kernels.append import append_reference
     from kvtier.kernels.attention import decode_torch, prefill_torch
+    from kvtier.kernels.fused_write import fused_write_reference
     from kvtier.kernels.indexer_scatter import scatter_reference
     from kvtier.kernels.nvfp4 import dequantise_nvfp4_reference, quantise_nvfp4_reference
     from kvtier.kernels.value_tail import zero_tail_reference
 
     return KernelPaths(
-        append=append_reference, zero_tail=zero_tail_reference, scatter=scatter_reference,
+        append=append_reference, fused_write=fused_write_reference, zero_tail=zero_tail_reference, scatter=scatter_reference,
         quantise_nvfp4=quantise_nvfp4_reference, dequantise_nvfp4=dequantise_nvfp4_reference,
         prefill=prefill_torch, decode=decode_torch)
