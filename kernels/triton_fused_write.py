@@ -83,7 +83,7 @@ def _fused_write_kernel(
         cos += position * (ROTARY_DIM // 2)
         sin += position * (ROTARY_DIM // 2)
     if group < QUERY_GROUPS:
-        head = group * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+        head = group.to(tl.int64) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
         numbers = load_rotated(row, bias, cos, sin, head, head < QUERY_HEADS, HAS_BIAS, STYLE, ROTARY_DIM, DIM, BLOCK_DIM)
         dim = tl.arange(0, BLOCK_DIM)[None, :]
         target = out + token * (QUERY_HEADS * DIM) + head * DIM + dim
@@ -100,17 +100,17 @@ def _fused_write_kernel(
             sequence, place, table, first_writable, sequences, max_blocks, num_pages, layer_offset, table_sequence_stride,
             table_field_stride, table_block_stride, HAS_FIRST, TOKENS_PER_BLOCK)
         inside = place % TOKENS_PER_BLOCK
-        head = (group - QUERY_GROUPS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+        head = (group - QUERY_GROUPS).to(tl.int64) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
         is_head = (head < KV_HEADS) & placed
         key_row, key_bias = row + QUERY_HEADS * DIM, bias + QUERY_HEADS * DIM
         numbers = load_rotated(key_row, key_bias, cos, sin, head, is_head, HAS_BIAS, STYLE, ROTARY_DIM, DIM, BLOCK_DIM)
-        store_rows(numbers, head.to(tl.int64), placed, key_page, inside, key_scale, key_pages, key_page_stride, key_pages_head_stride,
+        store_rows(numbers, head, placed, key_page, inside, key_scale, key_pages, key_page_stride, key_pages_head_stride,
                    key_pages_token_stride, key_pages_dim_stride, key_scales, key_scales_page_stride, key_scales_head_stride,
                    key_scales_token_stride, key_scales_dim_stride, STORAGE, NATIVE, KV_HEADS, DIM, BLOCK_HEADS, BLOCK_DIM)
         dim = tl.arange(0, BLOCK_VALUE)[None, :]
         columns = KV_HEADS * DIM
         values = load_heads(key_row + columns, key_bias + columns, head, dim, is_head & (dim < VALUE_DIM), HAS_BIAS, VALUE_DIM)
-        store_rows(values, head.to(tl.int64), placed, value_page, inside, value_scale, value_pages, value_page_stride,
+        store_rows(values, head, placed, value_page, inside, value_scale, value_pages, value_page_stride,
                    value_pages_head_stride, value_pages_token_stride, value_pages_dim_stride, value_scales, value_scales_page_stride,
                    value_scales_head_stride, value_scales_token_stride, value_scales_dim_stride, STORAGE, NATIVE, KV_HEADS, VALUE_DIM,
                    BLOCK_HEADS, BLOCK_VALUE)
@@ -133,12 +133,13 @@ def fused_write_triton(qkv: torch.Tensor, bias: torch.Tensor | None, rotary: Rot
     queries = out.view(torch.uint8) if out.dtype == torch.float8_e4m3fn else out
     cos, sin = (out, out) if rotary is None else (rotary.cos, rotary.sin)   # never read without a rotation
     if stored is None:   # nor are pages, where nothing is written
-        stored = StoredPages(Storage.SAME, qkv[None, None], qkv[None, None], None, None, 1.0, 1.0)
+        stored = StoredPages(Storage.SAME, out[None], out[None], None, None, 1.0, 1.0)
     with torch.cuda.device(qkv.get_device()):
         fused_write_kernel[(tokens, groups)](
             qkv, qkv if bias is None else bias.contiguous(), cos, sin, rotary_positions.contiguous(), cos.shape[0] - 1, queries,
-            query_scale, places.table, places.sequence_of_token.contiguous(), places.positions.contiguous(), first, stored.keys.shape[0], sequences,
-            max_blocks, layer_offset, stored.key_scale, stored.value_scale, qkv.stride(0), *places.table.stride(),
+            query_scale, places.table, places.sequence_of_token.contiguous(), places.positions.contiguous(), first,
+            stored.keys.shape[0], sequences, max_blocks, layer_offset, stored.key_scale, stored.value_scale, qkv.stride(0),
+            *places.table.stride(),
             *page_arguments(stored.keys, stored.key_block_scales), *page_arguments(stored.values, stored.value_block_scales),
             HAS_BIAS=bias is not None, STYLE=0 if rotary is None else int(rotary.style),
             ROTARY_DIM=0 if rotary is None else rotary.rotary_dim, QUERY_FP8=out.dtype == torch.float8_e4m3fn,
