@@ -11,15 +11,19 @@ from collections.abc import Iterator
 import torch
 
 from kvtier.kernels.append import append_torch
+from kvtier.kernels.block_offsets import ScratchWindow, fill_offsets_host
 from kvtier.kernels.fused_write import fused_write_torch
 from kvtier.kernels.indexer_scatter import scatter_torch
 from kvtier.kernels.nvfp4 import dequantise_nvfp4_torch, quantise_nvfp4_torch
+from kvtier.kernels.partial_copy import partial_copy_torch
 from kvtier.kernels.places import TokenPlaces
 from kvtier.kernels.rotary import Rotary, RotaryStyle
 from kvtier.kernels.storage import Storage, StoredPages
 from kvtier.kernels.triton_append import append_triton
+from kvtier.kernels.triton_block_offsets import fill_offsets_triton
 from kvtier.kernels.triton_fused_write import fused_write_triton
 from kvtier.kernels.triton_nvfp4 import dequantise_nvfp4_triton, quantise_nvfp4_triton
+from kvtier.kernels.triton_partial_copy import partial_copy_triton
 from kvtier.kernels.triton_scatter import scatter_triton
 from kvtier.kernels.triton_value_tail import zero_tail_triton
 from kvtier.kernels.value_tail import zero_tail_torch
@@ -188,6 +192,30 @@ def scatter_cases() -> Iterator[tuple[str, bool]]:
         yield f"scatter {key_bytes}", torch.equal(wanted, found) and not torch.equal(wanted, memory)
 
 
+def copy_cases() -> Iterator[tuple[str, bool]]:
+    generator = torch.Generator().manual_seed(1)
+    for dtype, tokens_first, tokens in ((torch.bfloat16, False, 3), (torch.float32, True, 4), (torch.uint8, False, 1),
+                                        (torch.float64, True, 2)):
+        shape = (4, 2, 2, *((4, 3) if tokens_first else (3, 4)), 12 * dtype.itemsize)
+        memory = [torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).view(dtype) for _ in range(2)]
+        source, destination = (tensor.transpose(3, 4) if tokens_first else tensor for tensor in memory)
+        wanted, found = destination.clone(), destination.clone()
+        for target, copy in ((wanted, partial_copy_torch), (found, partial_copy_triton)):
+            copy(target, source[:3], [(2, 0), (0, 3)], tokens)
+        yield f"copy {dtype} {tokens}", torch.equal(bits(found), bits(wanted)) and not torch.equal(bits(wanted), bits(destination))
+
+
+def offset_cases() -> Iterator[tuple[str, bool]]:
+    indptr, slots = torch.tensor([0, 3, 3, 8]), torch.tensor([4, -1, 9, 0, 19, 25, 7, 3])
+    scratch = ScratchWindow(torch.tensor([1, 0, 2]).int(), torch.tensor([3, 0, 4]).int(), torch.tensor([[5, 6], [1, 1], [8, 25]]).int())
+    for has_scratch in (False, True):
+        for width, dtype in ((5, torch.int32), (300, torch.int64)):
+            wanted, found = (torch.full((2, 5, 2, width + 3), 77, dtype=torch.int32)[:, :4, :, :width] for _ in range(2))
+            for tables, fill in ((wanted, fill_offsets_host), (found, fill_offsets_triton)):
+                fill(tables, indptr.to(dtype), slots.to(dtype), (6, 1), (1, 0), 20, scratch if has_scratch else None)
+            yield f"offsets {width} {has_scratch}", torch.equal(found, wanted) and not bool((wanted == 77).any())
+
+
 def nvfp4_cases() -> Iterator[tuple[str, bool]]:
     generator = torch.Generator().manual_seed(3)
     numbers = torch.randn(40, 3, 32, generator=generator) * torch.exp2(torch.randint(-14, 12, (40, 3, 1), generator=generator))
@@ -204,7 +232,7 @@ def nvfp4_cases() -> Iterator[tuple[str, bool]]:
 def main() -> int:
     """Exit code 0 when every case agrees."""
     failed = 0
-    for cases in (append_cases, fused_cases, tail_cases, scatter_cases, nvfp4_cases):
+    for cases in (append_cases, fused_cases, tail_cases, scatter_cases, copy_cases, offset_cases, nvfp4_cases):
         for name, agrees in cases():   # all of them, also after one has failed
             print(f"{name}: {'same' if agrees else 'DIFFERENT'}")
             failed += not agrees
