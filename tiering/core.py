@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
 
@@ -189,11 +190,14 @@ class TierCore:
 
     def stats(self) -> Stats:
         """Everything counted since the start, and what the levels hold now."""
-        gds = self._gds_stats()  # not under the lock: the store has locks of its own
+        store = self.store.stats() if self.store is not None else None  # not under the lock: the store has locks of its own
+        gds = GdsStats(self.nvme_path.name, self.nvme_path.reason)
+        if store is not None:
+            gds = replace(gds, read_blocks=store.gds_read_blocks, written_blocks=store.gds_written_blocks, detours=store.gds_detours)
         with self.locked():
             faults = self.config.faults.counts() if self.config.faults is not None else {}
             return self._statistics.stats(self._events.dropped, self._prefill_rate, faults, gds, loading=self._loading.stats(),
-                                          prefetch=self._prefetched)
+                                          prefetch=self._prefetched, store=store)
 
     def iteration_stats(self) -> IterationStats:
         """What was counted between the last two calls of :meth:`refresh`, and the levels at the second one."""
@@ -331,6 +335,7 @@ class TierCore:
         for record in records:
             if isinstance(record, Move):
                 self._load_meter.issued(record, now)
+                self._statistics.times.issued(record, now)
                 if self._debug is not None and not record.key and self._debug.takes(record):
                     allocator = self._ledger.allocators[record.group]
                     self._debug.name(record, allocator.chain_key(allocator.blocks[record.block_id]))
@@ -375,6 +380,7 @@ class TierCore:
         for result in self.transfers.drain():
             move = result.move
             self._load_meter.ended(move, result.ended, result.error is None)
+            self._statistics.times.ended(result)
             if result.error is None:
                 self._totals.add(level_of(move.source), level_of(move.destination), result.num_bytes, result.seconds)
                 self._ledger.finish(move, False)
@@ -390,12 +396,6 @@ class TierCore:
             # Not after a failed copy out of the staging buffer, or a read cancelled at the end: those say nothing about the slot.
             is_bad = self.store is not None and is_read and self.store.is_quarantined(move.group, slot_of(move.source))
             self._ledger.finish(move, True, is_bad)
-
-    def _gds_stats(self) -> GdsStats:
-        if self.store is None:
-            return GdsStats(self.nvme_path.name, self.nvme_path.reason)
-        found = self.store.stats()
-        return GdsStats(self.nvme_path.name, self.nvme_path.reason, found.gds_read_blocks, found.gds_written_blocks, found.gds_detours)
 
     def _note_unfulfilled(self) -> None:
         """A request wanted its blocks read directly, and the tier has no such way."""
