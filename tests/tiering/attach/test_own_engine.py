@@ -138,3 +138,34 @@ def test_a_sequence_that_outgrows_the_pool_says_so(start, expected, prompts):
     assert isinstance(ended[0].error, CapacityError)
     assert ended[0].tokens == expected(prompts[0], 30)[:len(ended[0].tokens)]
     assert ended[1].tokens == expected(prompts[1], 4)
+
+
+def test_an_engine_that_forgets_to_report_progress_is_told_and_nothing_is_held(start, page, expected, prompts, caplog):
+    class Silent(page.Resources):
+        def update_resources(self, computed):
+            for sequence in computed:
+                if len(sequence.tokens) >= sequence.end:
+                    self.free_resources(sequence.request.id)
+            return []
+
+    class Forgetful(page.Engine):
+        def __init__(self, cache, model):
+            super().__init__(cache, model)
+            self.resources = Silent(cache)
+
+    engine = start(engine=Forgetful, primary="100 blocks")
+    ended = run(engine, [Request(number, prompts[0][:10], max_new_tokens=2) for number in range(3)])  # within its three blocks
+    assert all(sequence.tokens == expected(prompts[0][:10], 2) for sequence in ended.values())
+    assert engine.cache.match(prompts[0][:10]).reusable_tokens == 0
+    (message,) = [record.getMessage() for record in caplog.records if "reported" in record.getMessage()]
+    assert "request 0 took part in 2 steps and none of its tokens was reported as computed" in message
+    assert "Call mark_computed after each step" in message
+
+
+def test_an_engine_that_reports_is_told_nothing(start, prompts, caplog):
+    engine = start()
+    run(engine, requests(prompts))
+    engine.submit(Request(9, prompts[0], max_new_tokens=9))
+    engine.step()
+    engine.abort(9)
+    assert not caplog.records
