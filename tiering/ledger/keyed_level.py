@@ -23,6 +23,25 @@ from kvtier.tiering.ledger.stats import LedgerCounters
 from kvtier.tiering.ledger.tree import ReuseTree
 
 WHOLE: Final = 1
+KEY_BYTES: Final = 32
+"""What a row of a store directory holds."""
+SHORT_KEY_BYTES: Final = 24
+"""Keys of up to so many bytes are filled up, with zeros and their length."""
+
+
+def file_key(key: bytes) -> bytes:
+    """A key of 32, or of 1 to 24 bytes as a store directory has it: 32 bytes, from which it can be told again."""
+    if len(key) == KEY_BYTES:
+        return key
+    return key + bytes(KEY_BYTES - 1 - len(key)) + bytes((len(key),))
+
+
+def engine_key(name: bytes) -> bytes:
+    """The key that ``file_key`` made this of. (A digest of 32 bytes that happens to look filled up becomes a key nobody asks for.)"""
+    length = name[KEY_BYTES - 1]
+    if 0 < length <= SHORT_KEY_BYTES and name[length:KEY_BYTES - 1] == bytes(KEY_BYTES - 1 - length):
+        return name[:length]
+    return name
 
 
 class KeyedLevel(FileLevel):
@@ -151,6 +170,10 @@ class KeyedLevel(FileLevel):
         spare.leave_owner()
 
     # -- moving ----------------------------------------------------------------------------------------------------------
+
+    def chain_key(self, block: Block) -> bytes:
+        """The block's name in a store directory."""
+        return file_key(block.warm_key)
 
     def _swap_down(self, block: Block, target: Block) -> Block:
         """Into the slot of its NVMe copy: the handle that had it has the host slot now, whose bytes are nobody's."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtier.pools.pool_index import NVME, SECONDARY, level_of, slot_of
+from kvtier.pools.pool_index import NVME, SECONDARY
 from kvtier.tiering.ledger.key_events import KeyEvent
+from kvtier.tiering.ledger.key_finding import HIT, MISS
 from kvtier.tiering.ledger.key_invariants import verify_keys
 from kvtier.tiering.ledger.key_jobs import EngineJob
-from kvtier.tiering.ledger.key_ledger import HIT, MISS, KeyLedger
+from kvtier.tiering.ledger.key_ledger import KeyLedger
+from kvtier.tiering.ledger.keyed_level import engine_key
 from kvtier.tiering.ledger.moves import Move, WarmRow
 from kvtier.tiering.ledger.rules import TierRules
 
@@ -120,7 +122,25 @@ class KeyMachine(RuleBasedStateMachine):
     @rule(data=st.data(), bad=st.sets(st.sampled_from(KEYS), max_size=2))
     def report(self, data: st.DataObject, bad: set[bytes]) -> None:
         job = self.ended.pop(data.draw(st.integers(0, len(self.ended) - 1)))
-        self.ledger.complete(job, self.copied[job.number] if job.is_store else None, bad)
+        if job.number in self.ledger.jobs:
+            self.ledger.complete(job, self.copied[job.number] if job.is_store else None, bad)
+        else:
+            assert self.ledger.release_abandoned(job.number)
+
+    @precondition(lambda self: self.copying)
+    @rule(data=st.data())
+    def report_too_early(self, data: st.DataObject) -> None:
+        job = self.copying[data.draw(st.integers(0, len(self.copying) - 1))]
+        if job.number in self.ledger.jobs:
+            self.ledger.complete(job, [False] * len(job.blocks) if job.is_store else None, set(), is_over=False)
+
+    @precondition(lambda self: self.copying)
+    @rule(data=st.data())
+    def take_back(self, data: st.DataObject) -> None:
+        job = self.copying[data.draw(st.integers(0, len(self.copying) - 1))]
+        if job.number in self.ledger.jobs:
+            self.copying.remove(job)
+            self.ledger.cancel(job)
 
     # -- files -----------------------------------------------------------------------------------------------------------
 
@@ -130,8 +150,9 @@ class KeyMachine(RuleBasedStateMachine):
         move = self.moving.pop(data.draw(st.integers(0, len(self.moving) - 1)))
         source, destination = (move.group, move.source), (move.group, move.destination)
         if outcome == "well":
-            assert self.bytes.get(source) == move.key, "a file operation moved other bytes than it was told"
-            self.bytes[destination] = move.key
+            key = engine_key(move.key)
+            assert self.bytes.get(source) == key, "a file operation moved other bytes than it was told"
+            self.bytes[destination] = key
         else:
             self.bytes[destination] = "garbage"
         self.ledger.finish(move, outcome != "well", outcome == "bad")
@@ -193,15 +214,20 @@ class KeyMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """When everybody has gone, nothing is held, and every slot is accounted for."""
         for job in self.copying + self.ended:
-            self.ledger.complete(job, [False] * len(job.blocks), set())
+            if job.number in self.ledger.jobs:
+                self.ledger.complete(job, [False] * len(job.blocks), set())
+            else:
+                self.ledger.release_abandoned(job.number)
         for request in list(self.ledger.requests):
             self.ledger.end_request(request)
+        self.moving += [record for record in self.ledger.moves.take() if isinstance(record, Move)]
         while self.moving:
-            move = self.moving.pop()
-            self.ledger.finish(move, True, False)
+            self.ledger.finish(self.moving.pop(), True, False)
             self.moving += [record for record in self.ledger.moves.take() if isinstance(record, Move)]
         verify_keys(self.ledger)
-        assert self.ledger.num_leases() == 0 and not self.ledger.jobs and not self.ledger.abandoned
+        assert self.ledger.num_leases() == 0
+        assert not self.ledger.jobs
+        assert not self.ledger.abandoned
         for level in self.ledger.levels:
             assert all(block.ref_count == 0 for block in level.blocks)
             assert level.queues.num_free(SECONDARY) == self.HOST
@@ -228,5 +254,3 @@ class NoBackingMachine(WarmKeyMachine):
         super().__init__()
         self.ledger.rules.keep_backing = False
 
-
-__all__ = ["KeyMachine", "NoBackingMachine", "WarmKeyMachine", "level_of", "slot_of"]
