@@ -109,7 +109,7 @@ def _read(file: Path) -> Facts | None:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return _facts(data)
+    return _facts(data) if isinstance(data, dict) else None
 
 
 def _facts(data: Mapping[str, object]) -> Facts | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     Locality,
@@ -24,11 +25,14 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    get_offload_block_hash,
     get_offload_group_idx,
+    make_offload_key,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.errors import KVTierError, RequestError
+from kvtier.tiering.attach.vllm_metrics import MetricsSinceLast
 from kvtier.tiering.attach.vllm_pages import Part
 from kvtier.tiering.attach.vllm_wishes import read_wishes
 from kvtier.tiering.tier_index import TierIndex
@@ -57,7 +61,7 @@ class _Loading:
 
     reset_count: int
     jobs: list[int] = field(default_factory=list)
-    from_nvme: set[bytes] = field(default_factory=set)
+    from_nvme: set[OffloadKey] = field(default_factory=set)
 
 
 class TieredManager(OffloadingManager):
@@ -67,14 +71,15 @@ class TieredManager(OffloadingManager):
         index: the tier; closed by :meth:`shutdown`.
         group_ids: vLLM's number of each group, in the tier's order.
         takes_events: vLLM publishes KV events.
-        statistics: makes vLLM's statistics, at each call those since the last one.
     """
 
     def __init__(self, index: TierIndex, group_ids: Sequence[int], *, takes_events: bool = False) -> None:
         self.index = index
+        self._group_ids = tuple(group_ids)
         self._groups = {group_id: place for place, group_id in enumerate(group_ids)}
         self._takes_events = takes_events
-        self._storing: dict[bytes, int] = {}
+        self._storing: dict[OffloadKey, int] = {}
+        self._metrics = MetricsSinceLast()
         self._resets = 0
 
     # -- requests --------------------------------------------------------------------------------------------------------
@@ -99,17 +104,17 @@ class TieredManager(OffloadingManager):
     # -- finding and loading ---------------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return RESULTS[self.index.key_state(req_context.req_id, key, self._group(key))]
+        return RESULTS[self.index.key_state(req_context.req_id, get_offload_block_hash(key), self._groups[get_offload_group_idx(key)])]
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         loading = _Loading(self._resets)
         req_context.set_state(loading)
         parts = []
         for group, group_keys in self._by_group(keys).items():
-            plan = self.index.plan_load(req_context.req_id, group_keys, group)
-            assert plan.keys == tuple(group_keys), "a key that was HIT in this step has to be there"
+            plan = self.index.plan_load(req_context.req_id, [get_offload_block_hash(key) for key in group_keys], group)
+            assert len(plan.keys) == len(group_keys), "a key that was HIT in this step has to be there"
             loading.jobs.append(plan.job_id)
-            loading.from_nvme.update(key for key, level in zip(plan.keys, plan.levels, strict=True) if level == Level.NVME)
+            loading.from_nvme.update(key for key, level in zip(group_keys, plan.levels, strict=True) if level == Level.NVME)
             parts.append(Part(plan.job_id, group, plan.slots))
         return TierTransfer(tuple(parts))
 
@@ -132,19 +137,20 @@ class TieredManager(OffloadingManager):
         chosen: list[OffloadKey] = []
         parts = []
         for group, group_keys in self._by_group(keys).items():
-            plan = self.index.plan_store(req_context.req_id, group_keys, group)
+            plan = self.index.plan_store(req_context.req_id, [get_offload_block_hash(key) for key in group_keys], group)
             if not plan.keys:
                 continue
             parts.append(Part(plan.job_id, group, plan.slots))
-            for key in plan.keys:
-                self._storing[key] = plan.job_id
-                chosen.append(OffloadKey(key))
+            stored = [group_keys[position] for position in plan.positions]
+            self._storing.update(dict.fromkeys(stored, plan.job_id))
+            chosen += stored
+        self._metrics.asked(len(keys))
         return PrepareStoreOutput(chosen, TierTransfer(tuple(parts)), evicted_keys=[])
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         jobs = {self._storing.pop(key) for key in keys if key in self._storing}
         for job_id in jobs:
-            self.index.complete(job_id, () if success else keys)
+            self.index.complete(job_id, () if success else [get_offload_block_hash(key) for key in keys])
 
     # -- the whole -------------------------------------------------------------------------------------------------------
 
@@ -171,8 +177,11 @@ class TieredManager(OffloadingManager):
         if not self._takes_events:
             return
         for event in self.index.poll_events():
-            yield OffloadingEvent([OffloadKey(key) for key in event.keys], MEDIUMS[Level(event.level)], removed=event.is_removed,
-                                  locality=Locality.LOCAL, removal_expected=True)
+            keys = [make_offload_key(key, self._group_ids[event.group]) for key in event.keys]
+            yield OffloadingEvent(keys, MEDIUMS[event.level], removed=event.is_removed, locality=Locality.LOCAL, removal_expected=True)
+
+    def get_stats(self) -> OffloadingConnectorStats:
+        return self._metrics.take(self.index.stats())
 
     def shutdown(self) -> None:
         try:
@@ -180,12 +189,9 @@ class TieredManager(OffloadingManager):
         except KVTierError as error:  # vLLM is going down and has nobody to tell
             _log.warning("the tier could not be closed in order: %s", error)
 
-    def _group(self, key: OffloadKey) -> int:
-        return self._groups[get_offload_group_idx(key)]
-
-    def _by_group(self, keys: Iterable[OffloadKey]) -> dict[int, list[bytes]]:
+    def _by_group(self, keys: Iterable[OffloadKey]) -> dict[int, list[OffloadKey]]:
         """Keys by group, in the order given; groups in the order of their first key, which is ascending."""
-        found: dict[int, list[bytes]] = {}
+        found: dict[int, list[OffloadKey]] = {}
         for key in keys:
-            found.setdefault(self._group(key), []).append(key)
+            found.setdefault(self._groups[get_offload_group_idx(key)], []).append(key)
         return found

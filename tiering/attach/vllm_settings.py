@@ -25,6 +25,10 @@ WITHOUT_MEANING: Final = ("primary", "max_batch_size", "max_seq_len", "max_beam_
 """Settings of a tier that owns the device's pool; vLLM has its own for what they mean."""
 
 TIER_KEYS: Final = tuple(key for key in TierConfig.model_fields if key not in WITHOUT_MEANING)
+WRITE_AHEAD_SHARE: Final = 1.0
+"""vLLM kills its engine core a few seconds after it was told to end, whatever is unsaved. So all that may be on NVMe is written as soon as
+it is stored, if the user does not say otherwise (docs/decisions/0036)."""
+
 _ORIGIN: Final = "kv_connector_extra_config"
 
 
@@ -65,6 +69,8 @@ def read_settings(extra_config: Mapping[str, Any]) -> VllmSettings:
             raise unknown_key(key, _ORIGIN, (*TIER_KEYS, *ADAPTER_KEYS, *VLLM_KEYS))
     try:
         tier = TierConfig(**{key: value for key, value in extra_config.items() if key in TIER_KEYS})
+        if tier.sources["write_ahead_share"] == "default":
+            tier = tier.model_copy(update={"write_ahead_share": WRITE_AHEAD_SHARE})
     except ConfigError as error:
         raise ConfigError(f"{_ORIGIN}: {error}") from None
     if tier.secondary == TierConfig.model_fields["secondary"].default:
