@@ -77,7 +77,7 @@ class TieredSpec(OffloadingSpec):
             parallel = self.config.parallel
             plan = TierPlan.of(facts.layout(self.blocks_per_chunk, parallel.world_size), self._tier(), self.config.engine_id)
             tensors = group_tensors(kv_caches)
-            worker = TierWorker(plan, str(_device(tensors)), parallel.rank, tensors)
+            worker = TierWorker(plan, str(_device(tensors)), parallel.rank, tensors, faults=self.settings.tier.faults)
             leave_facts(self.config.engine_id, parallel.rank, facts)
             self._worker = TieredWorker(worker, self.blocks_per_chunk)
         return self._worker
@@ -104,6 +104,8 @@ class TieredSpec(OffloadingSpec):
     def _tier(self) -> TierConfig:
         """The tier's settings, for this data-parallel replica: each has a store of its own, because one process owns a folder."""
         tier, parallel = self.settings.tier, self.config.parallel
+        if not self.kv_events_config.enable_kv_cache_events:
+            tier = tier.model_copy(update={"event_buffer_max_size": 0})
         if tier.nvme_directory is not None and parallel.data_parallel_size > 1:
             return tier.model_copy(update={"nvme_directory": tier.nvme_directory / f"replica-{parallel.data_parallel_index}"})
         return tier

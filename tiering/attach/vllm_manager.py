@@ -81,6 +81,7 @@ class TieredManager(OffloadingManager):
         self._storing: dict[OffloadKey, int] = {}
         self._metrics = MetricsSinceLast()
         self._resets = 0
+        self._has_stored = False
 
     # -- requests --------------------------------------------------------------------------------------------------------
 
@@ -148,6 +149,7 @@ class TieredManager(OffloadingManager):
         return PrepareStoreOutput(chosen, TierTransfer(tuple(parts)), evicted_keys=[])
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        self._has_stored = True
         jobs = {self._storing.pop(key) for key in keys if key in self._storing}
         for job_id in jobs:
             self.index.complete(job_id, () if success else [get_offload_block_hash(key) for key in keys])
@@ -155,10 +157,13 @@ class TieredManager(OffloadingManager):
     # -- the whole -------------------------------------------------------------------------------------------------------
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._has_stored = False
         self.index.poll()
 
     def has_pending_work(self) -> bool:
-        return self.index.has_work
+        """Whether vLLM must go on stepping without requests: NVMe is at work, or a store has ended since the last step, which begins to
+        write it there."""
+        return self._has_stored or self.index.has_work
 
     def reset_cache(self) -> None:
         """Forget all levels. vLLM reports none of the transfers that are under way any more.
