@@ -79,7 +79,7 @@ class TieredSpec(OffloadingSpec):
             tensors = group_tensors(kv_caches)
             worker = TierWorker(plan, str(_device(tensors)), parallel.rank, tensors, faults=self.settings.tier.faults)
             leave_facts(self.config.engine_id, parallel.rank, facts)
-            self._worker = TieredWorker(worker, self.blocks_per_chunk)
+            self._worker = TieredWorker(worker, self.blocks_per_chunk, self.settings.job_timeout)
         return self._worker
 
     def get_manager(self) -> OffloadingManager:

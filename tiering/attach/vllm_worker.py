@@ -1,13 +1,15 @@
 """``TieredWorker``: vLLM's view of a ``TierWorker``, beside the pages of one rank (design: two ways to attach).
 
-vLLM has no failed transfer: a worker that reports one ends the engine. A store that fails is therefore reported as done; that it was
-not is read by the index in shared memory. A load is a copy out of host memory and is tried again; if it fails for good, ending the
-engine is right, because its pages hold garbage.
+vLLM has no failed transfer: a worker that reports one ends the engine. A store that fails, or does not end, is therefore reported as done;
+that it was not is read by the index in shared memory. A load is a copy out of host memory and is tried again; if it fails for good, ending
+the engine is right, because its pages hold garbage.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,8 +22,8 @@ from kvtier.tiering.tier_worker import TierWorker
 
 _log = logging.getLogger(__name__)
 
-WAIT_SECONDS: Final = 60.0
-"""Longest wait for copies before vLLM overwrites their pages. They are copies between memories: longer means a dead device."""
+WAIT_SECONDS: Final = 30.0
+"""Longest wait for copies before vLLM overwrites their pages. They are copies between memories: longer means that something is stuck."""
 
 LOAD_ATTEMPTS: Final = 3
 
@@ -31,6 +33,7 @@ class _Transfer:
     """One job of vLLM: the tier's jobs that it is made of and that have not ended."""
 
     is_store: bool
+    deadline: float
     left: dict[int, PartPages] = field(default_factory=dict)
     attempts: int = 1
     is_flushed: bool = False
@@ -44,10 +47,15 @@ class TieredWorker(OffloadingWorker):
     Args:
         worker: the rank's copies; closed by :meth:`shutdown`.
         pages_per_chunk: vLLM's blocks in one chunk.
+        job_timeout: seconds after which a store is given up.
+        clock: seconds that only go forward.
     """
 
-    def __init__(self, worker: TierWorker, pages_per_chunk: int) -> None:
+    def __init__(self, worker: TierWorker, pages_per_chunk: int, job_timeout: float = 120.0,
+                 clock: Callable[[], float] = time.monotonic) -> None:
         self.worker = worker
+        self._job_timeout = job_timeout
+        self._clock = clock
         self._pages_per_chunk = pages_per_chunk
         self._transfers: dict[int, _Transfer] = {}
         self._owners: dict[int, int] = {}
@@ -55,7 +63,7 @@ class TieredWorker(OffloadingWorker):
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         assert isinstance(dst_spec, TierTransfer)
-        transfer = self._transfers[job_id] = _Transfer(is_store=True)
+        transfer = self._transfers[job_id] = _Transfer(True, self._clock() + self._job_timeout)
         try:
             for pages in self._pages(dst_spec, src_spec, is_store=True):
                 self.worker.submit_store(pages.part.job_id, pages.part.group, pages.pages, pages.part.slots, skip_pages=pages.skip)
@@ -71,7 +79,7 @@ class TieredWorker(OffloadingWorker):
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False) -> bool:
         assert isinstance(src_spec, TierTransfer)
-        transfer = self._transfers[job_id] = _Transfer(is_store=False)
+        transfer = self._transfers[job_id] = _Transfer(False, float("inf"))
         for pages in self._pages(src_spec, dst_spec, is_store=False):
             self._own(transfer, job_id, pages)
             self._load(pages)
@@ -95,29 +103,44 @@ class TieredWorker(OffloadingWorker):
             del transfer.left[result.job_id]
             transfer.num_bytes += result.num_bytes
             transfer.seconds = max(transfer.seconds, result.seconds)
+        now = self._clock()
+        for transfer in self._transfers.values():
+            if transfer.left and now >= transfer.deadline:
+                self._give_up(transfer)
         ended = [job_id for job_id, transfer in self._transfers.items() if not transfer.left]
         return [TransferResult(job_id, True, transfer.num_bytes, transfer.seconds)
                 for job_id in ended for transfer in [self._transfers.pop(job_id)]]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return when these transfers use no page any more; vLLM gives their pages to others next.
+        """Return when these transfers need no page any more; vLLM gives their pages to others next. A store that does not end is given up:
+        what it still reads is never served.
 
         Raises:
-            TransferError: they did not end in time. Going on would overwrite pages that are being copied.
+            TransferError: a load did not end in time. It would write into pages of another request.
         """
         waited = [self._transfers[job_id] for job_id in job_ids if job_id in self._transfers]
-        jobs = [part for transfer in waited for part in transfer.left]
-        if not self.worker.wait(jobs, WAIT_SECONDS):
-            raise TransferError(f"{len(jobs)} copies have not ended within {WAIT_SECONDS:.0f} s, and vLLM needs their pages; the device or the "
-                                "host is stuck")
+        stuck = not self.worker.wait([part for transfer in waited for part in transfer.left], min(WAIT_SECONDS, self._job_timeout))
         for transfer in waited:
             transfer.is_flushed = True  # a load that has failed must not be made again: its pages are no longer the request's
+            if not stuck or self.worker.wait(transfer.left, 0.0):
+                continue
+            if not transfer.is_store:
+                raise TransferError("a copy into vLLM's pages does not end, and vLLM needs them for another request; the device or the host is "
+                                    "stuck")
+            self._give_up(transfer)
 
     def shutdown(self) -> None:
         self._transfers.clear()
         self._owners.clear()
         if not self.worker.close():
             _log.warning("copies were still running when the tier's worker was closed")
+
+    def _give_up(self, transfer: _Transfer) -> None:
+        _log.warning("a store of %d parts does not end and is given up; its blocks will be computed again", len(transfer.left))
+        self.worker.abort(transfer.left, 0.0)
+        for part_id in transfer.left:
+            del self._owners[part_id]
+        transfer.left.clear()
 
     def _pages(self, transfer: TierTransfer, spec: GPULoadStoreSpec, *, is_store: bool) -> list[PartPages]:
         return pages_of(transfer.parts, spec.block_ids.tolist(), spec.group_sizes, spec.block_indices, self._pages_per_chunk,
