@@ -78,7 +78,7 @@ class TierIndex(TierIndexCore):
         with self.turn as ledger:
             if request_id in ledger.requests:
                 raise RequestError(f"request {request_id!r}: is active already; end_request or abort it first")
-            ledger.requests[request_id] = KeyRequest(request_id, len(ledger.levels), priority, duration_seconds or 0.0, use_nvme,
+            ledger.requests[request_id] = KeyRequest(request_id, len(ledger.allocators), priority, duration_seconds or 0.0, use_nvme,
                                                      not skip_read, not skip_write)
 
     def end_request(self, request_id: RequestId) -> None:

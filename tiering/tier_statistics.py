@@ -28,6 +28,7 @@ class TierStats:
         secondary, nvme: all groups together.
         groups: each by itself.
         hit_blocks: by level, delivered to the engine: found in host memory, and on NVMe.
+        missed_blocks: asked for with ``lookup`` and not there, once its answer was final.
         stored_blocks, loaded_blocks: copied from and to the engine.
         known_blocks: not stored because they were there; refused_blocks: for want of room or priority, or on the request's wish.
         promoted_blocks, promoted_bytes: read from NVMe; written_blocks, written_bytes: written to it.
@@ -45,6 +46,7 @@ class TierStats:
     nvme: LevelStats
     groups: tuple[KeyGroupStats, ...]
     hit_blocks: Mapping[str, int]
+    missed_blocks: int
     stored_blocks: int
     loaded_blocks: int
     known_blocks: int
@@ -86,13 +88,14 @@ class FileTotals:
 
 def collect(ledger: KeyLedger, totals: FileTotals, takes_writes: bool) -> TierStats:
     """A picture of now. Under the index's lock."""
-    groups = tuple(KeyGroupStats(level.group, level_stats(level, SECONDARY), level_stats(level, NVME)) for level in ledger.levels)
+    groups = tuple(KeyGroupStats(level.group, level_stats(level, SECONDARY), level_stats(level, NVME)) for level in ledger.allocators)
     counters = ledger.counters
     return TierStats(
         secondary=_total([group.secondary for group in groups]), nvme=_total([group.nvme for group in groups]), groups=groups,
         hit_blocks={"secondary": counters.hit_blocks[SECONDARY], "nvme": counters.hit_blocks[NVME]},
-        stored_blocks=ledger.stored_blocks, loaded_blocks=ledger.loaded_blocks, known_blocks=ledger.known_blocks,
-        refused_blocks=ledger.refused_blocks, promoted_blocks=ledger.promoted_blocks, promoted_bytes=totals.promoted_bytes,
+        missed_blocks=counters.missed, stored_blocks=ledger.stored_blocks, loaded_blocks=ledger.loaded_blocks,
+        known_blocks=ledger.known_blocks, refused_blocks=ledger.refused_blocks,
+        promoted_blocks=ledger.promoted_blocks, promoted_bytes=totals.promoted_bytes,
         written_blocks=totals.written_blocks, written_bytes=totals.written_bytes, read_seconds=totals.read_seconds,
         write_seconds=totals.write_seconds, dropped=counters.dropped, host_dropped=counters.host_dropped, lost=counters.lost,
         quarantined=counters.quarantined, checksum_failures=totals.checksum_failures, transfer_failures=totals.failures,

@@ -175,23 +175,26 @@ def test_a_request_that_others_leave_no_room_is_told_to_ask_again_and_then_that_
         assert len(rig.load(keys(4)).keys) == 4
 
 
-def test_asking_again_costs_no_scan_while_nothing_has_changed(tmp_path: Path) -> None:
-    with TierRig(**on_nvme(tmp_path)) as rig:
-        rig.store(keys(3))
+def test_the_version_says_when_an_answer_may_be_another() -> None:
+    with TierRig() as rig:
+        rig.store(keys(2))
         first = rig.index.lookup("reader", keys(3))
         version = rig.index.version
-        ledger: Any = rig.index._ledger
-        scanned: list[bytes] = []
-        whole = type(ledger).state
-        ledger_state = lambda request, group, name: scanned.append(name) or whole(ledger, request, group, name)  # noqa: E731
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(ledger), "state", lambda self, *rest: ledger_state(*rest))
-            assert rig.index.lookup("reader", keys(3)) == first
-            assert not scanned
-            rig.store([key(77)])
-            rig.index.lookup("reader", keys(3))
-            assert len(scanned) == 3
+        assert rig.index.lookup("reader", keys(3)) == first
+        assert rig.index.version == version
+        rig.store(keys(3), request="other")
         assert rig.index.version > version
+        assert rig.index.lookup("reader", keys(3)).num_hits == 3
+
+
+def test_a_bad_block_is_found_while_nothing_else_is_done(tmp_path: Path) -> None:
+    settings = on_nvme(tmp_path)
+    with TierRig(**settings | {"faults": "nvme.write.bit_flip=1.0"}) as rig:
+        rig.store(keys(2))
+        assert rig.index.flush(10)
+    with TierRig(**settings | {"nvme_scrub_bandwidth": "1GiB/s"}) as rig:
+        until(lambda: rig.index.stats().quarantined == 2)
+        assert rig.states(keys(2)) == [KeyState.MISS] * 2
 
 
 def test_a_restart_finds_what_was_flushed(tmp_path: Path) -> None:
