@@ -143,9 +143,11 @@ class TierIndexCore:
 
     @property
     def has_work(self) -> bool:
-        """Reads or writes of NVMe are under way, or their ends not yet seen: an idle engine should go on calling :meth:`poll`."""
+        """Reads or writes of NVMe are under way, their ends not yet seen, or there is something to be written ahead: an idle engine
+        should go on calling :meth:`poll`."""
         ledger = self._ledger
-        return ledger.reads_in_flight > 0 or any(level.writes_in_flight for level in ledger.allocators)
+        return ledger.reads_in_flight > 0 or any(level.writes_in_flight or (level.has_writes and self._takes_writes)
+                                                 for level in ledger.allocators)
 
     def next_deadline(self) -> float | None:
         """Seconds until a deadline may change an answer or give up a job; None without any."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvtier.pools.pool_index import NVME, SECONDARY
 from kvtier.tiering.ledger.key_ledger import KeyLedger
 from kvtier.tiering.ledger.keyed_level import KeyedLevel
-from kvtier.tiering.statistics import LevelStats
+from kvtier.tiering.statistics import LevelStats, PerLevel
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class TierStats:
         missed_blocks: asked for with ``lookup`` and not there, once its answer was final.
         stored_blocks, loaded_blocks: copied from and to the engine.
         known_blocks: not stored because they were there; refused_blocks: for want of room or priority, or on the request's wish.
-        promoted_blocks, promoted_bytes: read from NVMe; written_blocks, written_bytes: written to it.
+        promoted_blocks, promoted_bytes: read from NVMe; nvme_written_blocks, nvme_written_bytes: written to it.
         read_seconds, write_seconds: their shares of the time spent in file calls.
         dropped: content given up for want of room; host_dropped: of it, without a copy on NVMe.
         lost: content that failed to arrive; quarantined: NVMe slots found bad.
@@ -45,7 +44,7 @@ class TierStats:
     secondary: LevelStats
     nvme: LevelStats
     groups: tuple[KeyGroupStats, ...]
-    hit_blocks: Mapping[str, int]
+    hit_blocks: PerLevel
     missed_blocks: int
     stored_blocks: int
     loaded_blocks: int
@@ -53,8 +52,8 @@ class TierStats:
     refused_blocks: int
     promoted_blocks: int
     promoted_bytes: int
-    written_blocks: int
-    written_bytes: int
+    nvme_written_blocks: int
+    nvme_written_bytes: int
     read_seconds: float
     write_seconds: float
     dropped: int
@@ -92,11 +91,11 @@ def collect(ledger: KeyLedger, totals: FileTotals, takes_writes: bool) -> TierSt
     counters = ledger.counters
     return TierStats(
         secondary=_total([group.secondary for group in groups]), nvme=_total([group.nvme for group in groups]), groups=groups,
-        hit_blocks={"secondary": counters.hit_blocks[SECONDARY], "nvme": counters.hit_blocks[NVME]},
+        hit_blocks=PerLevel(0, counters.hit_blocks[SECONDARY], counters.hit_blocks[NVME]),
         missed_blocks=counters.missed, stored_blocks=ledger.stored_blocks, loaded_blocks=ledger.loaded_blocks,
         known_blocks=ledger.known_blocks, refused_blocks=ledger.refused_blocks,
         promoted_blocks=ledger.promoted_blocks, promoted_bytes=totals.promoted_bytes,
-        written_blocks=totals.written_blocks, written_bytes=totals.written_bytes, read_seconds=totals.read_seconds,
+        nvme_written_blocks=totals.written_blocks, nvme_written_bytes=totals.written_bytes, read_seconds=totals.read_seconds,
         write_seconds=totals.write_seconds, dropped=counters.dropped, host_dropped=counters.host_dropped, lost=counters.lost,
         quarantined=counters.quarantined, checksum_failures=totals.checksum_failures, transfer_failures=totals.failures,
         requests=len(ledger.requests), leases=ledger.num_leases(), jobs=len(ledger.jobs), abandoned_jobs=len(ledger.abandoned),

@@ -148,7 +148,7 @@ def test_what_has_left_the_host_level_comes_back_from_nvme(tmp_path: Path) -> No
         rig.store(keys(4, prompt=1))
         plan = rig.load(keys(4))
         assert set(plan.levels) == {Level.NVME}
-        assert rig.index.stats().hit_blocks == {"secondary": 0, "nvme": 4}
+        assert rig.index.stats().hit_blocks == (0, 0, 4)
 
 
 def test_a_prefix_longer_than_the_host_level_still_hits(tmp_path: Path) -> None:
@@ -197,6 +197,17 @@ def test_a_bad_block_is_found_while_nothing_else_is_done(tmp_path: Path) -> None
         assert rig.states(keys(2)) == [KeyState.MISS] * 2
 
 
+def test_an_idle_engine_that_steps_while_there_is_work_leaves_a_warm_nvme_level(tmp_path: Path) -> None:
+    settings = on_nvme(tmp_path, write_ahead_share=1.0)
+    with TierRig(**settings) as rig:
+        rig.store(keys(5))
+        assert rig.index.has_work, "there is something to write ahead"
+        rig.settle()
+        assert rig.index.stats().nvme_written_blocks == 5
+    with TierRig(**settings) as rig:
+        assert rig.look_up(keys(5)) == 5
+
+
 def test_a_restart_finds_what_was_flushed(tmp_path: Path) -> None:
     settings = on_nvme(tmp_path)
     names = [*keys(3), b"a short key"]
@@ -217,7 +228,7 @@ def test_content_kept_off_nvme_never_reaches_it_and_a_request_kept_off_it_finds_
         rig.store(keys(2), request="private")
         rig.store(keys(2, prompt=1))
         assert rig.index.flush(10)
-        assert rig.index.stats().written_blocks == 2
+        assert rig.index.stats().nvme_written_blocks == 2
         rig.store(keys(4, prompt=2))
         assert rig.states([key(0)]) == [KeyState.MISS]
         assert rig.look_up(keys(2, prompt=1), request="private") == 0
@@ -230,7 +241,7 @@ def test_prefetch_raises_blocks_without_a_lease(tmp_path: Path) -> None:
         assert rig.index.flush(10)
         rig.store(keys(4, prompt=1))
         assert rig.index.prefetch(keys(4)) == 4
-        until(lambda: not rig.index.poll() and not rig.index.has_work)
+        rig.settle()
         assert rig.index.stats().leases == 0
         assert rig.states(keys(4)) == [KeyState.HIT] * 4
 
@@ -242,7 +253,7 @@ def test_an_abort_takes_back_reads_that_have_not_begun(tmp_path: Path) -> None:
         rig.store(keys(12, prompt=1))
         rig.index.lookup("reader", keys(12))
         rig.index.abort("reader")
-        until(lambda: rig.index.stats() is not None and not rig.index.has_work)
+        rig.settle()
         assert rig.index.stats().promoted_blocks <= 4, "four are read at a time with one thread"
         assert rig.index.stats().leases == 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tier_rig import PLAIN, TierRig, keys, on_nvme, until
+from tier_rig import PLAIN, TierRig, keys, on_nvme
 
 from kvtier.errors import TransferError
 from kvtier.pools.page_layout import PageGroup, PageLayout
@@ -152,7 +152,7 @@ def test_a_random_life_on_bad_days_serves_right_bytes_and_holds_nothing_at_its_e
                     rig.index.reset()
                 rig.index.poll()
                 rig.index.end_request(request)
-            until(lambda: rig.index.stats() is not None and not rig.index.has_work)
+            rig.settle()
             rig.index.verify()
             stats = rig.index.stats()
             assert (stats.leases, stats.jobs, stats.abandoned_jobs, stats.secondary.used_blocks) == (0, 0, 0, 0)

@@ -117,7 +117,7 @@ def test_a_load_into_pages_that_an_old_store_reads_comes_after_it(worker: TierWo
     assert worker.wait([0, 1, 2], 10)
 
 
-def test_an_aborted_job_that_has_not_begun_is_not_begun_and_says_so(worker: TierWorker, gate: Gate) -> None:
+def test_an_aborted_job_ends_with_an_error_also_when_its_copy_went_on(worker: TierWorker, gate: Gate) -> None:
     worker.submit_store(0, 0, [0, 1], [0])
     worker.submit_store(1, 0, [2, 3], [1])
     until(lambda: gate.waiting == 1)
@@ -125,7 +125,43 @@ def test_an_aborted_job_that_has_not_begun_is_not_begun_and_says_so(worker: Tier
     gate.opened.set()
     assert worker.abort([0, 1], 10)
     results = {result.job_id: result.success for result in worker.poll()}
-    assert results == {0: True, 1: False}
+    assert results == {0: False, 1: False}
+
+
+def test_what_an_aborted_store_copied_is_not_served(gate: Gate) -> None:
+    with TierRig(worker_faults=gate) as rig:
+        made = rig.index.plan_store("writer", keys(2))
+        rig.submit_store(made, keys(2))
+        until(lambda: gate.waiting == 1)
+        assert not rig.workers[0].abort([made.job_id], 0.0)
+        rig.fill(0, keys(2, prompt=9))  # the engine has given the pages away
+        gate.opened.set()
+        assert rig.workers[0].wait([made.job_id], 10)
+        assert rig.index.complete(made.job_id) == 2
+        assert rig.index.stats().secondary.used_blocks == 0
+
+
+def test_a_rank_can_say_that_it_copies_nothing_for_a_job() -> None:
+    with TierRig() as rig:
+        made = rig.index.plan_store("writer", keys(2))
+        rig.workers[0].fail_store(made.job_id, made.group, made.slots)
+        assert rig.index.complete(made.job_id) == 2
+        assert rig.index.stats().secondary.used_blocks == 0
+
+
+def test_a_load_that_failed_may_be_made_again() -> None:
+    with TierRig() as rig:
+        rig.store(keys(1))
+        rig.look_up(keys(1))
+        made = rig.index.plan_load("reader", keys(1))
+        rig.workers[0]._faults = Broken()
+        rig.workers[0].submit_load(made.job_id, 0, [5], made.slots)
+        rig.workers[0].wait([made.job_id], 10)
+        assert not rig.workers[0].poll()[0].success
+        rig.workers[0]._faults = None
+        rig.workers[0].submit_load(made.job_id, 0, [5], made.slots)
+        rig.finish(made.job_id)
+        rig.check(0, keys(1), [5])
 
 
 def test_the_engine_goes_on_only_behind_the_jobs_it_names(worker: TierWorker, gate: Gate) -> None:

@@ -71,7 +71,7 @@ class KeyFinder(KeyedState):
             return MISS
         is_below = level_of(block.index) == NVME
         if leases.get(key) is not block:
-            if is_below and not request.use_nvme:
+            if is_below and not request.reads_nvme:
                 return MISS
             # What it leases has to be in host memory all at once: beyond that, a longer prefix would evict its own head.
             if len(leases) >= level.num_blocks[SECONDARY] - self._num_abandoned[group]:

@@ -45,6 +45,7 @@ class KeyLedger(KeyFinder):
             request.used.append((group, key))
             blocks.append(block)
             levels.append(NVME if key in found_below else SECONDARY)
+        request.num_batches += 1
         self._move_on(request, group)
         if not blocks:
             return None
@@ -54,6 +55,7 @@ class KeyLedger(KeyFinder):
         """Host slots for those of ``keys`` that are nowhere, front first, up to the first for which there is none. Returns the job, if
         any, and how many of the keys the tier has already or is about to have."""
         level = self.allocators[group]
+        request.num_batches += 1
         self._move_on(request, group)
         named: list[bytes] = []
         blocks: list[Block] = []

@@ -72,12 +72,14 @@ class KeyedState:
         return request
 
     def end_request(self, request_id: RequestId) -> None:
-        """Its leases end, and what it has stored is now in the order in which prompts are given up: the tail before the head."""
+        """Its leases end, and what it has used is now in the order in which prompts are given up: the tail before the head."""
         request = self.requests.pop(request_id, None)
         if request is None:
             return
         for group in range(len(self.allocators)):
             self._end_leases(request, group)
+        if request.num_batches < 2:
+            return  # what was used at once has been released in this order
         for group, key in reversed(request.used):
             block = self.allocators[group].warm.get(key)
             if block is not None:

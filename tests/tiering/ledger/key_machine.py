@@ -83,10 +83,10 @@ class KeyMachine(RuleBasedStateMachine):
         if job is not None:
             self.copying.append(job)
 
-    @rule(request=requests, use_nvme=st.booleans(), reads=st.booleans(), writes=st.booleans())
-    def choose(self, request: str | int, use_nvme: bool, reads: bool, writes: bool) -> None:
+    @rule(request=requests, use_nvme=st.booleans(), reads_nvme=st.booleans(), reads=st.booleans(), writes=st.booleans())
+    def choose(self, request: str | int, use_nvme: bool, reads_nvme: bool, reads: bool, writes: bool) -> None:
         record = self.ledger.request(request)
-        record.use_nvme, record.reads, record.writes = use_nvme, reads, writes
+        record.use_nvme, record.reads_nvme, record.reads, record.writes = use_nvme, reads_nvme, reads, writes
 
     @rule(request=requests)
     def end(self, request: str | int) -> None:
