@@ -5,19 +5,17 @@ Models: SmolLM2 out of its PyPI package, and a tiny random one with windows (thr
 
 from __future__ import annotations
 
-import random
+import importlib.util
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 sys.path.append(str(Path(__file__).parent))  # so that test modules can import engine: importlib mode puts no folder there
+from inputs import make_hybrid, make_uniform
 
-VOCABULARY = 512
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,47 +48,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def uniform(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of two layers of full attention: one KV group."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-    folder = tmp_path_factory.mktemp("models") / "uniform"
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, head_dim=64, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    _save_noise(LlamaForCausalLM(config), folder)
-    return folder
-
-
-def make_hybrid(folder: Path, seed: int) -> Path:
-    import torch
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-    torch.manual_seed(seed)
-    config = Gemma3TextConfig(vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
-                              num_key_value_heads=2, head_dim=64, sliding_window=96, max_position_embeddings=4096,
-                              layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2, bos_token_id=1, eos_token_id=2,
-                              pad_token_id=0, tie_word_embeddings=False)
-    _save_noise(Gemma3ForCausalLM(config), folder)
-    return folder
-
-
-def _save_noise(model: PreTrainedModel, folder: Path) -> None:
-    """Save the model in float32, with weights so large that its answers vary."""
-    import torch
-    for parameter in model.float().parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, 0.0, 0.2)
-    model.save_pretrained(folder)
-
-
-def conversations(seed: int, count: int, *, families: int = 6, shortest: int = 100, longest: int = 700) -> list[list[int]]:
-    """Random prompts that share beginnings, as requests of an agent or a chat do."""
-    rng = random.Random(seed)
-    stems = [[rng.randrange(3, VOCABULARY) for _ in range(longest)] for _ in range(families)]
-    found = []
-    for _ in range(count):
-        stem = rng.choice(stems)
-        shared = rng.randrange(shortest // 2, longest - 20)
-        found.append(stem[:shared] + [rng.randrange(3, VOCABULARY) for _ in range(rng.randrange(5, max(shortest - shortest // 2, 60)))])
-    return found
+    return make_uniform(tmp_path_factory.mktemp("models") / "uniform")
 
 
 @pytest.fixture

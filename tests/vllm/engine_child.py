@@ -85,6 +85,20 @@ class ChildEngine:
     def reset(self, connector: bool = False) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
 
+    def sleep_and_wake(self, prompts: list[list[int]], steps: int) -> None:
+        """Put the scheduler to sleep in the middle of these requests, as ``LLM.sleep(1)`` does before it frees memory, and wake it."""
+        from vllm import SamplingParams
+        for prompt in prompts:
+            self.count += 1
+            self.engine.add_request(f"{self.count}", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=50, detokenize=False))
+        for _ in range(steps):
+            self.engine.step()
+        core = self.engine.engine_core.engine_core
+        core.pause_scheduler(mode="abort", clear_cache=True)
+        core.resume_scheduler()
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
     def metrics(self) -> dict[str, float]:
         found: dict[str, float] = {}
         for metric in self.llm.get_metrics():

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import VOCABULARY, conversations, make_hybrid
 from engine import Engine, EngineDied, differences, settled
+from inputs import VOCABULARY, conversations, make_hybrid
 
 STOPPED_AT = 6
 
@@ -70,9 +70,9 @@ def test_a_prefix_longer_than_the_host_level_still_hits(uniform: Path, nvme: dic
 
 @pytest.mark.parametrize("faults", [
     "nvme.read.bit_flip=0.3, nvme.read.eio=0.2",
-    "nvme.write.enospc",
-    "secondary.copy.eio=0.3, primary.copy.eio=0.1*6",
-    "nvme.commit.eio=0.5, nvme.read.delay=0.3:20ms",
+    pytest.param("nvme.write.enospc", marks=pytest.mark.slow),
+    pytest.param("secondary.copy.eio=0.3, primary.copy.eio=0.1*6", marks=pytest.mark.slow),
+    pytest.param("nvme.commit.eio=0.5, nvme.read.delay=0.3:20ms", marks=pytest.mark.slow),
 ])
 def test_failures_are_misses_and_the_answers_are_right(hybrid: Path, short_prompts: list[list[int]], right: list[dict[str, object]],
                                                         nvme: dict[str, str], faults: str) -> None:
@@ -85,6 +85,7 @@ def test_failures_are_misses_and_the_answers_are_right(hybrid: Path, short_promp
         settled(engine)
 
 
+@pytest.mark.slow
 def test_a_store_that_never_ends_is_given_up(hybrid: Path, short_prompts: list[list[int]], right: list[dict[str, object]]) -> None:
     """Its blocks are not found again, requests that wait for it go on without, and the slots of the stuck copy stay out of use."""
     tier = {"secondary": "64MiB", "faults": "secondary.copy.hang*1", "job_timeout": 2.0, "lookup_timeout": 1.0}

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import conversations
 from engine import Engine, differences, settled
+from inputs import conversations
 
 STOPPED_AT = 8
 """Tokens generated for each prompt."""
@@ -40,7 +40,7 @@ def test_smollm_says_the_same_from_host_memory(smollm: Path) -> None:
         assert metrics["kv_offload_load_bytes"] > 0
 
 
-@pytest.mark.parametrize("pages_per_chunk", [1, 3])
+@pytest.mark.parametrize("pages_per_chunk", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_hybrid_model_says_the_same_from_host_memory(hybrid: Path, plain_hybrid: Engine, pages_per_chunk: int) -> None:
     prompts = conversations(3, 24)
     right = plain_hybrid.generate(prompts=prompts, max_tokens=STOPPED_AT)
@@ -89,6 +89,7 @@ def test_two_ranks_say_the_same_from_host_memory_and_from_nvme(hybrid: Path, pla
             assert sum(answer["cached"] for answer in again) > 0.7 * sum(map(len, prompts))
 
 
+@pytest.mark.slow
 def test_a_request_chooses_its_priority_its_levels_and_whether_it_reads_or_writes(hybrid: Path, nvme: dict[str, str]) -> None:
     prompts = [conversations(seed, 1, shortest=300, longest=600)[0] for seed in range(20, 27)]
 
@@ -120,6 +121,7 @@ def test_a_request_chooses_its_priority_its_levels_and_whether_it_reads_or_write
         assert serve(engine, 3) > 0
 
 
+@pytest.mark.slow
 def test_reset_forgets_all_levels_and_goes_on(hybrid: Path, plain_hybrid: Engine, nvme: dict[str, str]) -> None:
     prompts = conversations(6, 8)
     right = plain_hybrid.generate(prompts=prompts, max_tokens=STOPPED_AT)
@@ -129,6 +131,9 @@ def test_reset_forgets_all_levels_and_goes_on(hybrid: Path, plain_hybrid: Engine
         answers = engine.generate(prompts=prompts, max_tokens=STOPPED_AT)
         assert differences(answers, right)[0] == []
         assert settled(engine)["hit_blocks"] == {"secondary": 0, "nvme": 0}
+        engine.sleep_and_wake(prompts=prompts, steps=3)
+        assert differences(engine.generate(prompts=prompts, max_tokens=STOPPED_AT), right)[0] == []
+        settled(engine)
         assert engine.reset(connector=True)
         engine.kill()
     with Engine(hybrid, {"secondary": "64MiB", **nvme}) as engine:

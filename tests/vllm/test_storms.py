@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import conversations
 from engine import Engine, differences, settled
+from inputs import conversations
 
 TOKENS = 40
 """Generated for each prompt: long enough that a small pool runs out in the middle."""
