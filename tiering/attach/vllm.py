@@ -11,7 +11,7 @@ opens the arena and copies; the scheduler's has the ledger, the manifest and all
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import IO, Any
 
 from kvtier.errors import ConfigError
 from kvtier.tiering.attach.vllm_facts import collect_facts, leave_facts
@@ -59,6 +59,7 @@ class TieredSpec(OffloadingSpec):  # type: ignore[misc] # without vLLM it is Any
         self.settings: VllmSettings = read_settings(config.extra_config)
         self._manager: TieredManager | None = None
         self._worker: TieredWorker | None = None
+        self._facts: IO[str] | None = None
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
@@ -77,7 +78,7 @@ class TieredSpec(OffloadingSpec):  # type: ignore[misc] # without vLLM it is Any
             plan = TierPlan.of(facts.layout(self.blocks_per_chunk, parallel.world_size), self._tier(), self.config.engine_id)
             tensors = group_tensors(kv_caches)
             worker = TierWorker(plan, str(_device(tensors)), parallel.rank, tensors, faults=self.settings.tier.faults)
-            leave_facts(self.config.engine_id, parallel.rank, facts)
+            self._facts = leave_facts(self.config.engine_id, parallel.rank, facts)
             self._worker = TieredWorker(worker, self.blocks_per_chunk, self.settings.job_timeout)
         return self._worker
 

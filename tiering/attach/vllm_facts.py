@@ -1,18 +1,21 @@
 """What only a vLLM worker knows, for the tier's index in the scheduler's process: page sizes, and what made the bytes.
 
 vLLM constructs its workers first, and a spec in the scheduler's process sees neither page sizes nor vLLM's configuration. Each rank
-leaves its facts in a small file in shared memory, named after the engine; the scheduler's side reads them all and removes them.
+leaves its facts in a small file in shared memory, named after the engine; the scheduler's side reads them all and removes them. While
+its process lives, a rank has a lock on its file: what engines that never got that far have left is known by it, and removed by the next.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from kvtier.errors import ConfigError
 from kvtier.pools.page_layout import PageGroup, PageLayout
@@ -20,6 +23,8 @@ from kvtier.pools.page_layout import PageGroup, PageLayout
 SHARED_MEMORY: Final = Path("/dev/shm")
 CRYPTOGRAPHIC: Final = ("sha256", "sha256_cbor")
 """Hash algorithms of vLLM whose keys name contents outside the process. The others start from a random seed and may collide."""
+
+_PREFIX: Final = "kvtier-facts-"
 
 KNOWN_DTYPES: Final = ("float32", "float16", "bfloat16", "half", "float", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla",
                        "nvfp4_ds_mla", "int4_per_token_head", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "nvfp4_4over6")
@@ -62,18 +67,25 @@ def check_dtype(name: str) -> None:
                           f"{', '.join(KNOWN_DTYPES)}")
 
 
-def leave_facts(engine_id: str, rank: int, facts: Facts, folder: Path = SHARED_MEMORY) -> None:
+def leave_facts(engine_id: str, rank: int, facts: Facts, folder: Path = SHARED_MEMORY) -> IO[str]:
     """Write a rank's facts for :func:`collect_facts`; what an earlier engine of this name has left is replaced.
+
+    Returns:
+        the file, to be kept open for as long as the engine lives.
 
     Raises:
         ConfigError: shared memory cannot be written.
     """
+    _remove_stale(folder)
     target = _file(engine_id, rank, folder)
     part = target.with_suffix(f".{os.getpid()}")
     try:
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as stream:
-            json.dump(asdict(facts), stream)
+        stream = os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8")
+        fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        json.dump(asdict(facts), stream)
+        stream.flush()
         part.replace(target)
+        return stream
     except OSError as error:
         part.unlink(missing_ok=True)
         raise ConfigError(f"{target}: cannot be written ({error.strerror}); the tier needs some shared memory in {folder}") from error
@@ -100,8 +112,16 @@ def collect_facts(engine_id: str, ranks: int, folder: Path = SHARED_MEMORY) -> F
     return first
 
 
+def _remove_stale(folder: Path) -> None:
+    """Remove what ranks have left whose processes have ended."""
+    for path in folder.glob(f"{_PREFIX}*.json"):
+        with suppress(OSError), path.open() as stream:  # gone meanwhile, in use, or somebody else's
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+
+
 def _file(engine_id: str, rank: int, folder: Path) -> Path:
-    return folder / f"kvtier-facts-{re.sub(r'[^A-Za-z0-9_.-]', '_', engine_id)}-{rank}.json"
+    return folder / f"{_PREFIX}{re.sub(r'[^A-Za-z0-9_.-]', '_', engine_id)}-{rank}.json"
 
 
 def _read(file: Path) -> Facts | None:

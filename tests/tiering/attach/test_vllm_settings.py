@@ -168,27 +168,34 @@ def test_a_dtype_whose_pages_may_not_be_all_is_refused(dtype: str) -> None:
 # -- from the workers to the scheduler -----------------------------------------------------------------------------------
 
 def test_the_facts_of_all_ranks_arrive_once(tmp_path: Path) -> None:
-    for rank in range(2):
-        leave_facts("engine/1", rank, FACTS, tmp_path)
+    kept = [leave_facts("engine/1", rank, FACTS, tmp_path) for rank in range(2)]
     assert collect_facts("engine/1", 2, tmp_path) == FACTS
     assert list(tmp_path.iterdir()) == []
     layout = FACTS.layout(4, 2)
     assert [(group.rank_bytes, group.is_state) for group in layout.groups] == [(4 * 8192, False), (4 * 2048, True)]
     assert json.loads(FACTS.fingerprint()) == {"dtype": "float32"}
+    for stream in kept:
+        stream.close()
 
 
 def test_a_rank_elsewhere_or_of_another_size_is_named(tmp_path: Path) -> None:
-    leave_facts("one", 0, FACTS, tmp_path)
-    with pytest.raises(ConfigError, match=r"ranks 1 of 2 .* several nodes"):
-        collect_facts("one", 2, tmp_path)
-    leave_facts("one", 1, Facts(((4096,), (2048,)), (False, True), {"dtype": "float32"}), tmp_path)
-    with pytest.raises(ConfigError, match="rank 1 has other pages"):
-        collect_facts("one", 2, tmp_path)
+    with leave_facts("one", 0, FACTS, tmp_path):
+        with pytest.raises(ConfigError, match=r"ranks 1 of 2 .* several nodes"):
+            collect_facts("one", 2, tmp_path)
+        with (leave_facts("one", 1, Facts(((4096,), (2048,)), (False, True), {"dtype": "float32"}), tmp_path),
+              pytest.raises(ConfigError, match="rank 1 has other pages")):
+            collect_facts("one", 2, tmp_path)
+
+
+def test_what_an_engine_that_never_started_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    leave_facts("dead", 0, FACTS, tmp_path).close()
+    with leave_facts("alive", 0, FACTS, tmp_path), leave_facts("new", 0, FACTS, tmp_path):
+        assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"page_bytes": 3}'])
 def test_damaged_facts_count_as_missing(tmp_path: Path, text: str) -> None:
-    leave_facts("one", 0, FACTS, tmp_path)
+    leave_facts("one", 0, FACTS, tmp_path).close()
     next(tmp_path.iterdir()).write_text(text)
     with pytest.raises(ConfigError, match="ranks 0 of 1"):
         collect_facts("one", 1, tmp_path)
