@@ -36,7 +36,7 @@ def test_pages_come_back_byte_for_byte_behind_the_engines_stream(engine: torch.c
             torch.cuda._sleep(50_000_000)  # the store must not overtake what the engine computes after this
             for member in pages:
                 member[:count].add_(1)
-        wanted = [member[:count].clone() for member in pages]
+            wanted = [member[:count].clone() for member in pages]
         worker.submit_store(store.job_id, 0, list(range(count)), store.slots, after_stream=engine)
         assert worker.wait([store.job_id], PATIENCE)
         assert index.complete(store.job_id) == 0
