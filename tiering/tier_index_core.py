@@ -368,7 +368,7 @@ class TierIndexCore:
 
     def _skip_used_numbers(self, ledger: KeyLedger) -> None:
         """The board has a place for MAX_JOBS jobs: the next number's must not belong to one that is still under way."""
-        while ledger.next_job - MAX_JOBS in ledger.abandoned or ledger.next_job - MAX_JOBS in ledger.jobs:
+        while ledger.next_job - MAX_JOBS in ledger.jobs or any((ledger.next_job - number) % MAX_JOBS == 0 for number in ledger.abandoned):
             ledger.next_job += 1
 
     @collector_paused()

@@ -11,7 +11,9 @@ from tier_rig import PLAIN, TierRig, key, keys, on_nvme, until
 
 from kvtier import TierConfig, TierIndex
 from kvtier.errors import ConfigError, KVTierError, RequestError
+from kvtier.io import job_board
 from kvtier.pools.page_layout import PageGroup, PageLayout
+from kvtier.tiering import tier_index_core
 from kvtier.tiering.tier_messages import KeyState
 from kvtier.types import Level
 
@@ -96,6 +98,14 @@ def test_a_store_that_lacks_pages_is_not_served_unless_they_are_states() -> None
             rig.finish(plan.job_id)
         assert rig.states(keys(2), 0) == [KeyState.MISS, KeyState.HIT]
         assert rig.states(keys(2), 1) == [KeyState.HIT, KeyState.HIT]
+
+
+def test_a_store_whose_last_block_is_short_serves_the_others() -> None:
+    with TierRig(PageLayout([PageGroup([512], 4)])) as rig:
+        plan = rig.index.plan_store("writer", keys(2))
+        rig.workers[0].submit_store(plan.job_id, 0, rig.fill(0, keys(2))[:-1], plan.slots)
+        assert rig.finish(plan.job_id) == 1
+        assert rig.states(keys(2)) == [KeyState.HIT, KeyState.MISS]
 
 
 def test_a_load_may_leave_out_the_first_pages() -> None:
@@ -395,3 +405,17 @@ def test_bad_arguments_are_refused_and_change_nothing() -> None:
         index.begin_request("r")
         with pytest.raises(RequestError, match="active already"):
             index.begin_request("r")
+
+
+def test_a_job_that_is_still_under_way_keeps_its_place_on_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (job_board, tier_index_core):
+        monkeypatch.setattr(module, "MAX_JOBS", 4)
+    with TierRig() as rig:
+        slow = rig.index.plan_store("writer", keys(1))
+        rig.index.reset()
+        numbers = [rig.store(keys(1, prompt=number), request=f"{number}").job_id for number in range(1, 10)]
+        assert all((number - slow.job_id) % 4 for number in numbers)
+        rig.submit_store(slow, keys(1))
+        assert rig.index.wait([slow.job_id], 10)
+        rig.index.poll()
+        assert rig.index.stats().abandoned_jobs == 0
