@@ -178,6 +178,8 @@ class LevelTable(SlotTable):
             self.drop(victim)
             self.counters.dropped += 1
             self.counters.host_dropped += 1
+            if victim.priority < self.rules.nvme_offload_min_priority and self.num_blocks[NVME]:
+                self.counters.dropped_priority += 1
         return victim
 
     def _move(self, source: Block, target: Block, num_tokens: int, key: bytes) -> Move:
