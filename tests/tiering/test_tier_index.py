@@ -377,6 +377,7 @@ def test_too_little_host_memory_is_named_per_rank_and_in_total() -> None:
 @pytest.mark.parametrize(("settings", "message"), [
     ({"secondary": "50%"}, "different amounts free"),
     ({"secondary": "2 blocks", "primary": "8 blocks"}, "engine owns its pool"),
+    ({"secondary": "2 blocks", "num_ranks": 2}, "engine owns its pool"),
     ({"secondary": "2 blocks", "gds": "required"}, "through host memory"),
     ({"secondary": ["2 blocks", "2 blocks"]}, "2 sizes for 1 groups"),
 ])

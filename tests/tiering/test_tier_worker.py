@@ -270,7 +270,9 @@ def test_on_cuda_copies_come_behind_the_engine_and_are_right(cuda: Any) -> None:
     try:
         assert sum(cuda.runtime.registered.values()) == 4 * 4096, "the arena is pinned"
         late = torch.full((1, 256), 77, dtype=torch.uint8)
-        cuda.runtime.memcpyAsync(pages[0][0][3].data_ptr(), late.data_ptr(), 256, 4, engine.ptr)  # what the engine is still computing
+        for _ in range(200):  # the engine is busy
+            cuda.runtime.memcpyAsync(late.data_ptr(), late.data_ptr(), 256, 4, engine.ptr)
+        cuda.runtime.memcpyAsync(pages[0][0][3].data_ptr(), late.data_ptr(), 256, 4, engine.ptr)  # what it is still computing
         original[0][3] = 77
         made.submit_store(0, 0, [0, 1, 3, 4], [2, 1], after_stream=engine)
         made.submit_store(1, 0, [9], [0], skip_pages=1, after_stream=engine)
