@@ -32,13 +32,14 @@ from kvtier.pools.pool_index import NVME, level_of, slot_of
 from kvtier.tiering import arguments
 from kvtier.tiering.bounded_call import call_within
 from kvtier.tiering.config import TierConfig
-from kvtier.tiering.core import FORMAT_VERSION, LEAST_CLEARING
+from kvtier.tiering.core import LEAST_CLEARING
 from kvtier.tiering.ledger.key_invariants import verify_keys
 from kvtier.tiering.ledger.key_jobs import EngineJob
 from kvtier.tiering.ledger.key_ledger import KeyLedger
 from kvtier.tiering.ledger.keyed_level import engine_key
 from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
 from kvtier.tiering.ledger.rules import TierRules
+from kvtier.tiering.namespace import FORMAT_VERSION
 from kvtier.tiering.tier_plan import TierPlan, level_slots
 from kvtier.tiering.tier_statistics import FileTotals, TierStats, collect
 from kvtier.tiering.transfer import TransferManager
