@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from kvtier.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvtier.kernels.attention_context import PagedContext
+    from kvtier.kernels.attention_plan import DecodePlan, PrefillPlan
 
 
 class AppendPath(Protocol):
@@ -24,17 +28,15 @@ class AppendPath(Protocol):
 
 
 class PrefillPath(Protocol):
-    """A chunk of queries of one sequence: :func:`kvtier.kernels.attention.attention_prefill`."""
+    """Chunks of queries: :func:`kvtier.kernels.attention.attention_prefill_batch`."""
 
-    def __call__(self, query: torch.Tensor, pages: torch.Tensor, table_row: torch.Tensor, past: int,
-                 layer_offset: int, scale: float) -> torch.Tensor: ...
+    def __call__(self, query: torch.Tensor, context: PagedContext, plan: PrefillPlan, draft_mask: torch.Tensor | None) -> torch.Tensor: ...
 
 
 class DecodePath(Protocol):
     """One query for each sequence of a batch: :func:`kvtier.kernels.attention.attention_decode`."""
 
-    def __call__(self, query: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor,
-                 layer_offset: int, scale: float) -> torch.Tensor: ...
+    def __call__(self, query: torch.Tensor, context: PagedContext, lengths: torch.Tensor, plan: DecodePlan | None) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,15 @@ def kernel_paths(device_type: str) -> KernelPaths:
         ConfigError: there are no kernels for this kind of device.
     """
     from kvtier.kernels.append import append_torch
-    from kvtier.kernels.attention import decode_torch, prefill_torch
+    from kvtier.kernels.decode_cpu import decode_torch
+    from kvtier.kernels.prefill_cpu import prefill_torch
 
     if device_type == "cpu":
         return KernelPaths(append_torch, prefill_torch, decode_torch)
     if device_type == "cuda":
         from kvtier.kernels.triton_append import append_triton
+        from kvtier.kernels.triton_decode import decode_triton
+        from kvtier.kernels.triton_prefill import prefill_triton
 
-        # Attention's torch paths are made of operations that every device has: right on a GPU, not fast.
-        return KernelPaths(append_triton, prefill_torch, decode_torch)
+        return KernelPaths(append_triton, prefill_triton, decode_triton)
     raise ConfigError(f"device type {device_type!r}: there are kernels for 'cpu' and 'cuda'; put the pool on one of these")
