@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 
 from kvtier.kernels.attention_context import PagedContext
+from kvtier.kernels.compile_check import ARCHITECTURES, CompileCase
 from kvtier.kernels.storage import Storage
 from kvtier.kernels.triton_attention import attention_kernel, join_kernel
 from kvtier.kernels.triton_numbers import has_e4m3_instructions
@@ -113,15 +113,33 @@ def launch(query: torch.Tensor, context: PagedContext, shape: TileShape, constan
                 WIDTH=int(triton.next_power_of_2(context.value_dim)), QUERY_HEADS=out.shape[1], DECODE=constants["DECODE"])
 
 
-_TRITON_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+def compile_case_of(name: str, shape: TileShape, numbers: str, pages: str, key_dim: int, value_dim: int, group: int,
+                    architectures: tuple[int, ...] = ARCHITECTURES, **constants: int | bool) -> CompileCase:
+    """One case for ``compile_check``, with what Triton sees at a launch: contiguous heads, and addresses of whole rows of 16.
 
-
-def kernel_signature(constants: Constants, pages: str, query: str, out: str) -> dict[str, str]:
-    """What ``compile_check`` says about the kernel's arguments: Triton's type names of pages, query and result ("*bf16")."""
-    signature = {name: "constexpr" if name in constants else "i64" for name in attention_kernel.arg_names}
-    signature |= dict.fromkeys(("key_pages", "value_pages"), pages)
-    signature |= {"query": query, "out": out, "log_sums": "*fp32"}
+    Args:
+        name: of the case.
+        shape: of its tiles.
+        numbers, pages: Triton's names of the dtypes of queries and results, and of the pages ("bf16").
+        key_dim, value_dim, group: of the model.
+        architectures: those it is for.
+        constants: what differs from full attention over pages of 32 tokens that hold numbers as they are.
+    """
+    (key_width, key_rest), (value_width, value_rest) = widths_of(key_dim), widths_of(value_dim)
+    known = {
+        "CAUSAL": True, "DRAFTS": False, "HAS_SOURCE": False, "SHARED_ROW": False, "HAS_CAP": False, "STORAGE": int(Storage.SAME),
+        "NATIVE": False, "SINKS": 0, "REACH": 0, "BUBBLE": 0, "RING": 0, "TOKENS_PER_BLOCK": 32, "GROUP": group, "KEY_DIM": key_dim,
+        "KEY_WIDTH": key_width, "KEY_REST": key_rest, "VALUE_DIM": value_dim, "VALUE_WIDTH": value_width, "VALUE_REST": value_rest,
+        "BLOCK_ROWS": shape.rows, "BLOCK_TOKENS": shape.tokens, "key_dim_stride": 1, "value_dim_stride": 1, "key_scale_dim_stride": 1,
+        "value_scale_dim_stride": 1, "table_block_stride": 1} | constants
+    names = tuple(attention_kernel.arg_names)
+    signature = {name: "constexpr" if name in known else "i64" for name in names}
+    signature |= {"query": f"*{numbers}", "out": "*fp32" if known["IS_PART"] else f"*{numbers}", "log_sums": "*fp32"}
+    signature |= dict.fromkeys(("key_pages", "value_pages"), f"*{pages}")
     signature |= dict.fromkeys(("key_scales", "value_scales", "draft_mask"), "*u8")
     signature |= dict.fromkeys(("table", "source_rows", "tiles", "sequences", "draft_depths"), "*i32")
     signature |= dict.fromkeys(("score_scale", "value_scale", "soft_cap"), "fp32")
-    return signature | dict.fromkeys(("split_tokens", "max_blocks", "num_pages", "layer_offset"), "i32")
+    signature |= dict.fromkeys(("split_tokens", "max_blocks", "num_pages", "layer_offset"), "i32")
+    aligned = frozenset(name for name in names if name not in known and (signature[name][0] == "*" or name.endswith("_stride")))
+    return CompileCase(name, attention_kernel, signature, known, architectures, aligned,
+                       {"num_warps": shape.warps, "num_stages": shape.stages})

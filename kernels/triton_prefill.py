@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from kvtier.kernels.attention_context import PagedContext
 from kvtier.kernels.attention_plan import PrefillPlan
+from kvtier.kernels.compile_check import CompileCase
 from kvtier.kernels.prefill_cpu import prefill_torch
-from kvtier.kernels.triton_launch import TileShape, compute_dtype, head_constants, launch
+from kvtier.kernels.storage import Storage
+from kvtier.kernels.triton_launch import TileShape, compile_case_of, compute_dtype, head_constants, launch
 
 
 def prefill_triton(query: torch.Tensor, context: PagedContext, plan: PrefillPlan, draft_mask: torch.Tensor | None) -> torch.Tensor:
@@ -36,3 +40,16 @@ def tile_shape(dim: int, element_bytes: int) -> TileShape:
     if element_bytes > 2:
         return TileShape(32, 32, warps=4)
     return TileShape(64, 64 if dim <= 128 else 32, warps=8)
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """What ``compile_check`` compiles: usual models, drafts, keys and values of different widths, latent rows, 4-bit pages."""
+    whole = {"DECODE": False, "IS_PART": False}
+    yield compile_case_of("prefill/bf16/4x128", tile_shape(128, 2), "bf16", "bf16", 128, 128, 4, **whole)
+    yield compile_case_of("prefill/bf16/71x64/drafts", tile_shape(64, 2), "bf16", "bf16", 64, 64, 71, DRAFTS=True, **whole)
+    yield compile_case_of("prefill/fp16/3x192+128/window", tile_shape(192, 2), "fp16", "fp16", 192, 128, 3, REACH=1024, HAS_CAP=True, **whole)
+    yield compile_case_of("prefill/bf16/128x512+64", tile_shape(576, 2), "bf16", "bf16", 576, 512, 128, SHARED_ROW=True, **whole)
+    yield compile_case_of("prefill/fp32/3x64", tile_shape(64, 4), "fp32", "fp32", 64, 64, 3, **whole)
+    for native, architectures in ((True, (90, 100)), (False, (80,))):
+        yield compile_case_of("prefill/nvfp4/8x128", tile_shape(128, 2), "bf16", "u8", 128, 128, 8, architectures,
+                              STORAGE=int(Storage.NVFP4), NATIVE=native, **whole)
