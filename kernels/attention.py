@@ -159,7 +159,7 @@ def _prefill(kernel: str, query: torch.Tensor, context: PagedContext, plan: Pref
     ring = context.visibility.ring
     if ring is not None and context.visibility.reach is not None and longest > ring.ring - context.visibility.reach + 1:
         raise RequestError(f"{kernel}: a chunk of {longest} queries over a ring of {ring.ring} places and a window that reaches "
-                           f"{context.visibility.reach}: its last tokens have overwritten what its first ones see (allowed: chunks of up to "
+                           f"{context.visibility.reach}: its last tokens have overwritten what its first ones see (allowed: up to "
                            f"{ring.ring - context.visibility.reach + 1}); use smaller chunks")
     if not plan.chunks:
         return query.new_zeros(query.shape[0], query.shape[1], context.value_dim)

@@ -32,13 +32,15 @@ def check_keys(context: PagedContext, first: torch.Tensor, lengths: torch.Tensor
         first_block, last_block = (visibility.places(tokens, unit) // unit for tokens in (begin, end - 1))
         return (blocks >= first_block[:, None]) & (blocks <= last_block[:, None]) & (begin < end)[:, None]
 
-    sinks = torch.full_like(lengths, visibility.sinks)
-    begin = torch.zeros_like(lengths)
-    if visibility.ring is not None:   # however long a sequence is, all its places are in use
-        lengths = lengths.clamp(max=visibility.sinks + visibility.ring.ring)
-    elif visibility.reach is not None:
-        begin = first - visibility.reach + 1
-    needed = covered(torch.zeros_like(lengths), torch.minimum(sinks, lengths)) | covered(torch.maximum(begin, sinks), lengths)
+    if visibility.ring is not None:
+        needed = torch.zeros_like(context.table[:, 0], dtype=torch.bool)
+        for sequence, bounds in enumerate(zip(first.tolist(), lengths.tolist(), strict=True)):
+            for begin, end in visibility.place_spans(*bounds, unit):
+                needed[sequence, begin // unit:-(-end // unit)] = True
+    else:
+        sinks, nothing = torch.full_like(lengths, visibility.sinks), torch.zeros_like(lengths)
+        seen_from = nothing if visibility.reach is None else first - visibility.reach + 1
+        needed = covered(nothing, torch.minimum(sinks, lengths)) | covered(torch.maximum(seen_from, sinks), lengths)
     bad = context.layer_pages.is_bad(context.table, field_axis=1) & needed[:, None]
     if bool(bad.any()):
         sequence, field, block = bad.nonzero()[0].tolist()

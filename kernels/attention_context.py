@@ -66,11 +66,11 @@ class PagedContext:
     source_rows: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, kernel: str, query: torch.Tensor | None, pages: torch.Tensor, table: torch.Tensor, *, layer: int, num_layers: int | None = None,
-           kv_factor: int = 2, scale: float | None = None, visibility: Visibility = EVERYTHING, soft_cap: float | None = None,
-           value_pages: torch.Tensor | None = None, value_dim: int | None = None, scale_pages: torch.Tensor | None = None,
-           value_scale_pages: torch.Tensor | None = None, key_scale: float = 1.0, value_scale: float = 1.0,
-           check_values: bool | None = None) -> PagedContext:
+    def of(cls, kernel: str, query: torch.Tensor | None, pages: torch.Tensor, table: torch.Tensor, *, layer: int,
+           num_layers: int | None = None, kv_factor: int = 2, scale: float | None = None, visibility: Visibility = EVERYTHING,
+           soft_cap: float | None = None, value_pages: torch.Tensor | None = None, value_dim: int | None = None,
+           scale_pages: torch.Tensor | None = None, value_scale_pages: torch.Tensor | None = None, key_scale: float = 1.0,
+           value_scale: float = 1.0, check_values: bool | None = None) -> PagedContext:
         """Check that pages, table and query fit together.
 
         Args:
@@ -103,7 +103,8 @@ class PagedContext:
             check_shape(kernel, "query", query, (None, None, stored.key_dim), "tokens, query_heads, head_dim")
             check_dtype(kernel, "query", query, FLOAT_TYPES)
             if not query.shape[1] or query.shape[1] % layer_pages.heads:
-                raise RequestError(f"{kernel}: query has {query.shape[1]} heads: pass a multiple of the pool's {layer_pages.heads} KV heads")
+                raise RequestError(f"{kernel}: query has {query.shape[1]} heads: pass a multiple of the pool's "
+                                   f"{layer_pages.heads} KV heads")
         check_same_device(kernel, pages, query=query, table=table)
         ring = visibility.ring
         if ring is not None and ring.tokens_per_block != layer_pages.tokens_per_block:

@@ -74,7 +74,7 @@ def _tokens_seen(context: PagedContext, past: int, token: int, tokens: int, draf
         return list(range(past))
     if draft_mask is None:
         depths = list(range(tokens))
-        candidates = range(past + token + 1)
+        candidates = list(range(past + token + 1))
     else:
         depths = [int(row.sum()) - 1 for row in draft_mask]
         candidates = [*range(past), *(past + other for other in range(tokens) if draft_mask[token, other])]

@@ -53,8 +53,8 @@ def mask_of_places(places: torch.Tensor, past: int) -> torch.Tensor:
     wrong = (places != -1) & ((places < past) | (places >= past + drafts))
     if bool(wrong.any()):
         row, column = wrong.nonzero()[0].tolist()
-        raise RequestError(f"mask_of_places: places[{row}, {column}]={int(places[row, column])}: {drafts} drafts behind {past} tokens lie at "
-                           f"{past} to {past + drafts - 1}, and -1 is none")
+        raise RequestError(f"mask_of_places: places[{row}, {column}]={int(places[row, column])}: {drafts} drafts behind {past} tokens lie "
+                           f"at {past} to {past + drafts - 1}, and -1 is none")
     mask = torch.zeros(drafts, drafts + 1, dtype=torch.bool, device=places.device)
     mask.scatter_(1, torch.where(places < 0, drafts, places - past).long(), True)
     return mask[:, :drafts].contiguous()

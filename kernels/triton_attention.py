@@ -17,7 +17,7 @@ from kvtier.kernels.triton_pages import capped, num_left_out, pages_of, place_of
 def _attention_kernel(
     query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, key_scales: torch.Tensor, value_scales: torch.Tensor,
     table: torch.Tensor, source_rows: torch.Tensor, tiles: torch.Tensor, sequences: torch.Tensor, draft_mask: torch.Tensor,
-    draft_depths: torch.Tensor, out: torch.Tensor, log_sums: torch.Tensor,
+    draft_depths: torch.Tensor, out: tl.tensor, log_sums: torch.Tensor,
     score_scale: float, value_scale: float, soft_cap: float, num_pages: int, max_blocks: int, layer_offset: int, split_tokens: int,
     query_token_stride: int, query_head_stride: int, out_token_stride: int, out_part_stride: int, out_head_stride: int,
     key_page_stride: int, key_head_stride: int, key_token_stride: int, key_dim_stride: int,
@@ -67,9 +67,8 @@ def _attention_kernel(
     count = end - left_out
     start = part * split_tokens
     stop = tl.minimum(count, start + split_tokens)
-    if IS_PART and DECODE:
-        if part > 0 and start >= count:
-            return   # nobody reads this part
+    if DECODE & (part > 0) & (start >= count):
+        return   # nobody reads this part
 
     head = kv_head * GROUP + row % GROUP
     token_of_row = begin + number
@@ -167,7 +166,7 @@ def _attention_kernel(
 
 
 def _join_kernel(
-    parts: torch.Tensor, log_sums: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, split_tokens: int, num_splits: int,
+    parts: torch.Tensor, log_sums: torch.Tensor, lengths: torch.Tensor, out: tl.tensor, split_tokens: int, num_splits: int,
     out_token_stride: int, out_head_stride: int,
     SINKS: tl.constexpr, REACH: tl.constexpr, BLOCK_TOKENS: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
     QUERY_HEADS: tl.constexpr, DECODE: tl.constexpr,
@@ -183,7 +182,7 @@ def _join_kernel(
     largest = tl.full([1], float("-inf"), tl.float32)
     sums = tl.zeros([1], tl.float32)
     values = tl.zeros([WIDTH], tl.float32)
-    for part in range(0, used):
+    for part in range(used):
         row = (sequence * num_splits + part) * QUERY_HEADS + head
         log_sum = tl.load(log_sums + row + tl.arange(0, 1))
         new_largest = tl.maximum(largest, log_sum)

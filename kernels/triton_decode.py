@@ -32,8 +32,8 @@ def decode_triton(query: torch.Tensor, context: PagedContext, lengths: torch.Ten
 def tile_shape(group: int, dim: int, element_bytes: int) -> TileShape:
     """Rows for the query heads of one KV head; as many keys as keep registers free."""
     rows = 16 if group <= 16 or dim > 256 else 32 if group <= 32 else 64
-    tokens = 64 if dim * element_bytes <= 256 else 32
-    return TileShape(rows, tokens, warps=8 if dim * element_bytes > 512 else 4)
+    tokens = 64 if dim * element_bytes <= 256 else 32 if element_bytes < 4 else 16
+    return TileShape(rows, tokens, warps=8 if rows == 64 or dim * element_bytes > 512 else 4)
 
 
 def compile_cases() -> Iterator[CompileCase]:
@@ -43,17 +43,16 @@ def compile_cases() -> Iterator[CompileCase]:
     def shape(group: int, dim: int, element_bytes: int = 2) -> TileShape:
         return tile_shape(group, dim, element_bytes)
 
-    yield compile_case_of("decode/bf16/4x128", shape(4, 128), "bf16", "bf16", 128, 128, 4, **part)
+    yield compile_case_of("decode/bf16/4x128", shape(4, 128), "bf16", "bf16", 128, 128, 4, part)
     for native, architectures in ((True, (90, 100)), (False, (80,))):
-        yield compile_case_of("decode/fp8/4x128", shape(4, 128), "bf16", "u8", 128, 128, 4, architectures,
-                              STORAGE=int(Storage.FP8), NATIVE=native, **part)
-        yield compile_case_of("decode/nvfp4/8x128", shape(8, 128), "bf16", "u8", 128, 128, 8, architectures,
-                              STORAGE=int(Storage.NVFP4), NATIVE=native, **part)
-    yield compile_case_of("decode/int8/16x192+128", shape(16, 192), "fp16", "i8", 192, 128, 16, STORAGE=int(Storage.INT8), **part)
-    yield compile_case_of("decode/bf16/128x512+64", shape(128, 576), "bf16", "bf16", 576, 512, 128, SHARED_ROW=True, **part)
-    yield compile_case_of("decode/fp16/71x64/window", shape(71, 64), "fp16", "fp16", 64, 64, 71, SINKS=4, REACH=1020, BUBBLE=28,
-                          HAS_CAP=True, HAS_SOURCE=True, **part)
-    yield compile_case_of("decode/fp32/4x128", shape(4, 128, 4), "fp32", "fp32", 128, 128, 4, **part)
+        fp8, nvfp4 = (part | {"STORAGE": int(storage), "NATIVE": native} for storage in (Storage.FP8, Storage.NVFP4))
+        yield compile_case_of("decode/fp8/4x128", shape(4, 128), "bf16", "u8", 128, 128, 4, fp8, architectures)
+        yield compile_case_of("decode/nvfp4/8x128", shape(8, 128), "bf16", "u8", 128, 128, 8, nvfp4, architectures)
+    yield compile_case_of("decode/int8/16x192+128", shape(16, 192), "fp16", "i8", 192, 128, 16, part | {"STORAGE": int(Storage.INT8)})
+    yield compile_case_of("decode/bf16/128x512+64", shape(128, 576), "bf16", "bf16", 576, 512, 128, part | {"SHARED_ROW": True})
+    window = {"SINKS": 4, "REACH": 1020, "BUBBLE": 28, "HAS_CAP": True, "HAS_SOURCE": True}
+    yield compile_case_of("decode/fp16/71x64/window", shape(71, 64), "fp16", "fp16", 64, 64, 71, part | window)
+    yield compile_case_of("decode/fp32/4x128", shape(4, 128, 4), "fp32", "fp32", 128, 128, 4, part)
     constants = {"SINKS": 0, "REACH": 0, "BLOCK_TOKENS": 64, "VALUE_DIM": 128, "WIDTH": 128, "QUERY_HEADS": 32, "DECODE": True}
     signature = {name: "constexpr" if name in constants else "i64" for name in join_kernel.arg_names}
     signature |= {"parts": "*fp32", "log_sums": "*fp32", "lengths": "*i32", "out": "*bf16", "split_tokens": "i32", "num_splits": "i32"}

@@ -102,8 +102,9 @@ def launch(query: torch.Tensor, context: PagedContext, shape: TileShape, constan
             query, key_pages, value_pages, key_scales, value_scales, table, unused if source is None else source, tiles, sequences, drafts,
             depths, target, log_sums, context.scale * stored.key_scale, stored.value_scale, context.soft_cap or 1.0,
             context.layer_pages.num_pages, table.shape[2], context.layer_pages.offset, split_tokens,
-            query.stride(0), query.stride(1), *out_strides, *key_pages.stride(), *value_pages.stride(), *scale_strides[0], *scale_strides[1],
-            *table.stride(), 0 if source is None else source.stride(0), 0 if draft_mask is None else draft_mask.stride(0),
+            query.stride(0), query.stride(1), *out_strides, *key_pages.stride(), *value_pages.stride(), *scale_strides[0],
+            *scale_strides[1], *table.stride(), 0 if source is None else source.stride(0),
+            0 if draft_mask is None else draft_mask.stride(0),
             DRAFTS=draft_mask is not None, HAS_SOURCE=source is not None, IS_PART=parts is not None, BLOCK_ROWS=shape.rows,
             BLOCK_TOKENS=shape.tokens, num_warps=shape.warps, num_stages=shape.stages, **constants)
         if parts is not None:
@@ -114,7 +115,7 @@ def launch(query: torch.Tensor, context: PagedContext, shape: TileShape, constan
 
 
 def compile_case_of(name: str, shape: TileShape, numbers: str, pages: str, key_dim: int, value_dim: int, group: int,
-                    architectures: tuple[int, ...] = ARCHITECTURES, **constants: int | bool) -> CompileCase:
+                    constants: Constants, architectures: tuple[int, ...] = ARCHITECTURES) -> CompileCase:
     """One case for ``compile_check``, with what Triton sees at a launch: contiguous heads, and addresses of whole rows of 16.
 
     Args:
@@ -122,8 +123,8 @@ def compile_case_of(name: str, shape: TileShape, numbers: str, pages: str, key_d
         shape: of its tiles.
         numbers, pages: Triton's names of the dtypes of queries and results, and of the pages ("bf16").
         key_dim, value_dim, group: of the model.
-        architectures: those it is for.
         constants: what differs from full attention over pages of 32 tokens that hold numbers as they are.
+        architectures: those it is for.
     """
     (key_width, key_rest), (value_width, value_rest) = widths_of(key_dim), widths_of(value_dim)
     known = {
@@ -131,7 +132,7 @@ def compile_case_of(name: str, shape: TileShape, numbers: str, pages: str, key_d
         "NATIVE": False, "SINKS": 0, "REACH": 0, "BUBBLE": 0, "RING": 0, "TOKENS_PER_BLOCK": 32, "GROUP": group, "KEY_DIM": key_dim,
         "KEY_WIDTH": key_width, "KEY_REST": key_rest, "VALUE_DIM": value_dim, "VALUE_WIDTH": value_width, "VALUE_REST": value_rest,
         "BLOCK_ROWS": shape.rows, "BLOCK_TOKENS": shape.tokens, "key_dim_stride": 1, "value_dim_stride": 1, "key_scale_dim_stride": 1,
-        "value_scale_dim_stride": 1, "table_block_stride": 1} | constants
+        "value_scale_dim_stride": 1, "table_block_stride": 1} | dict(constants)
     names = tuple(attention_kernel.arg_names)
     signature = {name: "constexpr" if name in known else "i64" for name in names}
     signature |= {"query": f"*{numbers}", "out": "*fp32" if known["IS_PART"] else f"*{numbers}", "log_sums": "*fp32"}

@@ -65,10 +65,7 @@ def _read_rows(pages: tl.tensor, scales: tl.tensor, page: tl.tensor, head: tl.te
     else:
         dim = FIRST + tl.arange(0, WIDTH).to(tl.int64)
         stored = tl.load(pages + row[:, None] + (dim * dim_stride)[None, :], mask=has_page & (dim < DIM)[None, :], other=0)
-        if STORAGE == 1:
-            numbers = e4m3_to_float(stored, NATIVE)
-        else:
-            numbers = stored
+        numbers = e4m3_to_float(stored, NATIVE) if STORAGE == 1 else stored
     return numbers
 
 

@@ -45,11 +45,12 @@ def tile_shape(dim: int, element_bytes: int) -> TileShape:
 def compile_cases() -> Iterator[CompileCase]:
     """What ``compile_check`` compiles: usual models, drafts, keys and values of different widths, latent rows, 4-bit pages."""
     whole = {"DECODE": False, "IS_PART": False}
-    yield compile_case_of("prefill/bf16/4x128", tile_shape(128, 2), "bf16", "bf16", 128, 128, 4, **whole)
-    yield compile_case_of("prefill/bf16/71x64/drafts", tile_shape(64, 2), "bf16", "bf16", 64, 64, 71, DRAFTS=True, **whole)
-    yield compile_case_of("prefill/fp16/3x192+128/window", tile_shape(192, 2), "fp16", "fp16", 192, 128, 3, REACH=1024, HAS_CAP=True, **whole)
-    yield compile_case_of("prefill/bf16/128x512+64", tile_shape(576, 2), "bf16", "bf16", 576, 512, 128, SHARED_ROW=True, **whole)
-    yield compile_case_of("prefill/fp32/3x64", tile_shape(64, 4), "fp32", "fp32", 64, 64, 3, **whole)
+    yield compile_case_of("prefill/bf16/4x128", tile_shape(128, 2), "bf16", "bf16", 128, 128, 4, whole)
+    yield compile_case_of("prefill/bf16/71x64/drafts", tile_shape(64, 2), "bf16", "bf16", 64, 64, 71, whole | {"DRAFTS": True})
+    window = {"REACH": 1024, "HAS_CAP": True}
+    yield compile_case_of("prefill/fp16/3x192+128/window", tile_shape(192, 2), "fp16", "fp16", 192, 128, 3, whole | window)
+    yield compile_case_of("prefill/bf16/128x512+64", tile_shape(576, 2), "bf16", "bf16", 576, 512, 128, whole | {"SHARED_ROW": True})
+    yield compile_case_of("prefill/fp32/3x64", tile_shape(64, 4), "fp32", "fp32", 64, 64, 3, whole)
     for native, architectures in ((True, (90, 100)), (False, (80,))):
-        yield compile_case_of("prefill/nvfp4/8x128", tile_shape(128, 2), "bf16", "u8", 128, 128, 8, architectures,
-                              STORAGE=int(Storage.NVFP4), NATIVE=native, **whole)
+        nvfp4 = whole | {"STORAGE": int(Storage.NVFP4), "NATIVE": native}
+        yield compile_case_of("prefill/nvfp4/8x128", tile_shape(128, 2), "bf16", "u8", 128, 128, 8, nvfp4, architectures)

@@ -43,8 +43,8 @@ class Visibility:
         if self.window is not None and self.window < 1:
             raise RequestError(f"Visibility: window={self.window}: a query sees itself at least; pass 1 or more, or None for all tokens")
         if self.sinks and (self.window is None or not 0 <= self.sinks < self.window):
-            raise RequestError(f"Visibility: sinks={self.sinks} with window={self.window}: sinks are the part of a window that never leaves "
-                               "it: fewer than it has")
+            raise RequestError(f"Visibility: sinks={self.sinks} with window={self.window}: sinks are the part of a window that never "
+                               "leaves it: fewer than it has")
         if self.window is not None and not self.is_causal:
             raise RequestError(f"Visibility: window={self.window} without causality: cross-attention sees all keys; pass one of them")
         if self.ring is not None and (self.ring.window, self.ring.sinks) != (self.window, self.sinks):

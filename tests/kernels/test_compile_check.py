@@ -16,6 +16,9 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 from kvtier.kernels import compile_check
 from kvtier.kernels.dispatch import kernel_paths
 
+ATTENTION = ("decode/bf16/4x128", "decode/join/bf16/128", "prefill/bf16/71x64/drafts")
+"""What the default run compiles of attention, which takes seconds each."""
+
 
 @pytest.fixture(autouse=True)
 def fresh_triton_cache(tmp_path, monkeypatch):
@@ -38,9 +41,10 @@ def assert_compiled_without_spilling(results):
 
 
 def test_every_kernel_compiles_without_spilling():
-    """Each case for one GPU, in turn; ``python -m kvtier.kernels.compile_check`` does all of them, and so does CI."""
+    """Each case for one GPU, in turn, of attention's many a few; ``python -m kvtier.kernels.compile_check`` does all, and so does CI."""
+    tried = [case for case in cases() if not case.name.startswith(("decode/", "prefill/")) or case.name in ATTENTION]
     assert_compiled_without_spilling(compile_check.compile_case(case, case.architectures[number % len(case.architectures)])
-                                     for number, case in enumerate(cases()))
+                                     for number, case in enumerate(tried))
 
 
 @pytest.mark.slow
