@@ -18,6 +18,7 @@ from kvtier.kernels.mla_append import append_mla
 from kvtier.kernels.mla_attention import mla_decode, mla_prefill
 from kvtier.kernels.nvfp4 import dequantise_nvfp4, quantise_nvfp4
 from kvtier.kernels.offsets import OffsetTable
+from kvtier.kernels.page_list import table_of_page_list
 from kvtier.kernels.partial_copy import copy_partial_blocks
 from kvtier.kernels.ring_map import RingMap
 from kvtier.kernels.token_moves import move_tokens
@@ -27,6 +28,6 @@ from kvtier.kernels.visibility import Visibility
 __all__ = [
     "NULL_ENTRY", "DecodePlan", "OffsetTable", "PrefillPlan", "RingMap", "Visibility", "append_mla", "attention_decode",
     "attention_prefill", "attention_prefill_batch", "copy_partial_blocks", "dequantise_nvfp4", "gather_tokens", "mask_of_parents",
-    "mask_of_places", "mla_decode", "mla_prefill", "move_tokens", "quantise_nvfp4", "scatter_indexer_keys", "use_reference", "write_kv",
-    "zero_value_tail",
+    "mask_of_places", "mla_decode", "mla_prefill", "move_tokens", "quantise_nvfp4", "scatter_indexer_keys", "table_of_page_list",
+    "use_reference", "write_kv", "zero_value_tail",
 ]

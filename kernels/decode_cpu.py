@@ -8,94 +8,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from kvtier.kernels.attention_context import PagedContext
 from kvtier.kernels.attention_plan import DecodePlan
-from kvtier.kernels.page_reader import PageReader, tokens_per_piece
+from kvtier.kernels.page_reader import PageReader, is_read_in_place, tokens_per_piece
 from kvtier.kernels.visibility import Span
 
 
 def decode_torch(query: torch.Tensor, context: PagedContext, lengths: torch.Tensor, plan: DecodePlan | None) -> torch.Tensor:
     """The path in torch operations of :func:`kvtier.kernels.attention.attention_decode`. A CPU needs no plan."""
     sequences, query_heads, head_dim = query.shape
-    heads, unit = context.heads, context.tokens_per_block if context.source_rows is None else 1
+    heads, unit = context.heads, context.tokens_per_block
     dtype = context.compute_dtype(query)
     counts: list[int] = lengths.tolist()
-    width = tokens_per_piece(context)
-    most = max(context.visibility.num_places(length, context.tokens_per_block) for length in counts)
-    buffered = min(width, max(unit, -(-most // unit) * unit))
-    keys, values = (PageReader(context, is_value, dtype, unit, buffered) for is_value in (False, True))
-    batch = _Batch(context, counts, keys, values)
+    width = unit if is_read_in_place(context) else tokens_per_piece(context)
+    most = max(context.visibility.num_places(length, unit) for length in counts)
+    keys, values = (PageReader(context, is_value, dtype, unit if context.source_rows is None else 1, width, most)
+                    for is_value in (False, True))
     rows = query.reshape(sequences, heads, query_heads // heads, head_dim).to(dtype) * context.scale
     out = rows.new_zeros(sequences, heads, query_heads // heads, context.value_dim)
     for sequence, length in enumerate(counts):
         if length > 0:
-            places = batch.places_of(sequence, length)
-            _attend(rows[sequence], keys, values, places, width // unit, context.soft_cap, out[sequence])
+            locate = _whole_pages if context.source_rows is None else _single_tokens
+            entries, inside, hidden = locate(context, sequence, length)
+            _attend(rows[sequence], keys, values, entries, inside, hidden, width, context.soft_cap, out[sequence])
     return out.view(sequences, query_heads, context.value_dim).to(query.dtype)
 
 
-@dataclass(frozen=True)
-class _Places:
-    """Where one sequence's visible tokens lie.
-
-    Attributes:
-        keys, values: addresses of its units, one after the other.
-        num_units: units.
-        unit: tokens of one.
-        hidden: runs of tokens in these units that the query does not see.
-    """
-
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-    num_units: int
-    unit: int
-    hidden: list[Span]
+_Located = tuple[torch.Tensor, torch.Tensor | None, list[Span]]
+"""Table entries ``[2, units]`` of what a query sees, the tokens' places inside pages where units are tokens, and runs of tokens in these
+units that it does not see, counted from the first unit's first token."""
 
 
-class _Batch:
-    """Addresses for the sequences of a call, worked out for all of them at once where pages are read whole."""
-
-    def __init__(self, context: PagedContext, counts: list[int], keys: PageReader, values: PageReader) -> None:
-        self._context, self._readers = context, (keys, values)
-        self._addresses: list[list[torch.Tensor]] = []
-        if context.source_rows is None:
-            unit = context.tokens_per_block
-            most = -(-max(context.visibility.num_places(length, unit) for length in counts) // unit)
-            self._addresses = [reader.addresses(context.table[:, field, :most]) for field, reader in enumerate((keys, values))]
-
-    def places_of(self, sequence: int, length: int) -> _Places:
-        """What the query behind ``length`` - 1 others sees."""
-        context = self._context
-        if context.source_rows is not None:
-            return self._scattered(context.source_rows[sequence], sequence, length)
-        unit = context.tokens_per_block
-        first = length - 1
-        runs, hidden = _whole_pages(context.visibility.place_spans(first, length, unit), unit)
-        keys, values = ([_cut(numbers[sequence], runs) for numbers in field] for field in self._addresses)
-        return _Places(keys, values, sum(end - begin for begin, end in runs), unit, hidden)
-
-    def _scattered(self, source: torch.Tensor, sequence: int, length: int) -> _Places:
-        """Token by token: neighbours may lie in the pages of different rows."""
-        context, tokens_per_block = self._context, self._context.tokens_per_block
-        tokens = torch.cat([torch.arange(*span) for span in context.visibility.token_spans(length - 1, length)]).to(source.device)
-        places = context.visibility.places(tokens, tokens_per_block)
-        owners = source[tokens].long()
-        owners = torch.where(owners < 0, sequence, owners)
-        entries = context.table[owners, :, places // tokens_per_block]
-        keys, values = (reader.addresses(entries[:, field], places % tokens_per_block) for field, reader in enumerate(self._readers))
-        return _Places(keys, values, len(tokens), 1, [])
-
-
-def _whole_pages(spans: Sequence[Span], unit: int) -> tuple[list[Span], list[Span]]:
-    """Runs of blocks that cover the places, and what in these blocks is none of them, counted from the first run's first place."""
+def _whole_pages(context: PagedContext, sequence: int, length: int) -> _Located:
+    """The pages of what the query behind ``length`` - 1 others sees."""
+    unit = context.tokens_per_block
     runs: list[Span] = []
     hidden: list[Span] = []
-    shift = end_of_last = 0   # a place is at place + shift once only the runs' blocks are left
-    for begin, end in spans:
+    shift = end_of_last = 0   # a place is at place + shift once only the runs' pages are left
+    for begin, end in context.visibility.place_spans(length - 1, length, unit):
         first, last = begin // unit, -(-end // unit)
         if runs and first <= runs[-1][1]:
             runs[-1] = (runs[-1][0], last)
@@ -106,53 +59,53 @@ def _whole_pages(spans: Sequence[Span], unit: int) -> tuple[list[Span], list[Spa
         if begin + shift > end_of_last:
             hidden.append((end_of_last, begin + shift))
         end_of_last = end + shift
-    covered = sum(end - begin for begin, end in runs) * unit
+    covered = runs[-1][1] * unit + shift
     if covered > end_of_last:
         hidden.append((end_of_last, covered))
-    return runs, hidden
+    parts = [context.table[sequence, :, first:last] for first, last in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), None, hidden
 
 
-def _cut(numbers: torch.Tensor, runs: Sequence[Span]) -> torch.Tensor:
-    parts = [numbers[:, begin:end] for begin, end in runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+def _single_tokens(context: PagedContext, sequence: int, length: int) -> _Located:
+    """The same token by token: neighbours may lie in the pages of different rows."""
+    assert context.source_rows is not None
+    source, unit = context.source_rows[sequence], context.tokens_per_block
+    tokens = torch.cat([torch.arange(*span) for span in context.visibility.token_spans(length - 1, length)]).to(source.device)
+    places = context.visibility.places(tokens, unit)
+    owners = torch.where(source[tokens] < 0, sequence, source[tokens].long())
+    return context.table[owners, :, places // unit].t(), places % unit, []
 
 
-def _attend(rows: torch.Tensor, keys: PageReader, values: PageReader, places: _Places, piece_units: int, soft_cap: float | None,
-            out: torch.Tensor) -> None:
-    """Scaled rows ``[heads, group, head_dim]`` of one sequence to ``out`` ``[heads, group, value_dim]``."""
-    heads, group, _ = rows.shape
-    pieces = [(first, min(first + piece_units, places.num_units)) for first in range(0, places.num_units, piece_units)]
-    width = min(piece_units, places.num_units) * places.unit
-    scores = rows.new_empty(len(pieces), heads, group, width)
-    for number, (first, last) in enumerate(pieces):
-        piece = keys.read([numbers[:, first:last] for numbers in places.keys]).transpose(1, 2)
-        if piece.shape[2] == width:
-            torch.bmm(rows, piece, out=scores[number])
+def _attend(rows: torch.Tensor, keys: PageReader, values: PageReader, entries: torch.Tensor, inside: torch.Tensor | None,
+            hidden: Sequence[Span], width: int, soft_cap: float | None, out: torch.Tensor) -> None:
+    """Scaled rows ``[heads, group, head_dim]`` of one sequence to ``out`` ``[heads, group, value_dim]``, pieces of ``width`` tokens."""
+    tokens = entries.shape[1] * (1 if inside is not None else keys.unit)
+    width = min(width, tokens)
+    scores_of_all = rows.new_empty(-(-tokens // width), *rows.shape[:2], width)
+    scores = list(scores_of_all.unbind(0))
+    for target, piece in zip(scores, keys.pieces(entries[0], inside), strict=True):
+        if piece.shape[1] == width:
+            torch.bmm(rows, piece.transpose(1, 2), out=target)
         else:
-            scores[number, ..., :piece.shape[2]] = torch.bmm(rows, piece)
-            scores[number, ..., piece.shape[2]:] = -math.inf
+            target[..., :piece.shape[1]] = torch.bmm(rows, piece.transpose(1, 2))
+            target[..., piece.shape[1]:] = -math.inf
     if soft_cap is not None:
-        scores.div_(soft_cap).tanh_().mul_(soft_cap)
-    for number, begin, end in _by_piece(places.hidden, width):
-        scores[number, ..., begin:end] = -math.inf
-    scores.sub_(scores.amax((0, 3), keepdim=True)).exp_()
-    for number, (first, last) in enumerate(pieces):
-        piece = values.read([numbers[:, first:last] for numbers in places.values])
-        for hidden_piece, begin, end in _by_piece(places.hidden, width):
-            if hidden_piece == number:
+        scores_of_all.div_(soft_cap).tanh_().mul_(soft_cap)
+    hidden_of_piece: dict[int, list[Span]] = {}
+    for begin, end in hidden:
+        for number in range(begin // width, -(-end // width)):
+            span = (max(begin - number * width, 0), min(end - number * width, width))
+            hidden_of_piece.setdefault(number, []).append(span)
+            scores[number][..., span[0]:span[1]] = -math.inf
+    scores_of_all.sub_(scores_of_all.amax((0, 3), keepdim=True)).exp_()
+    for number, piece in enumerate(values.pieces(entries[1], inside)):
+        if number in hidden_of_piece:
+            piece = piece.clone() if values.is_view else piece
+            for begin, end in hidden_of_piece[number]:
                 piece[:, begin:end].zero_()   # nobody has written these rows: they may hold NaN, and 0 * NaN is NaN
-        weights = scores[number, ..., :piece.shape[1]]
+        weights = scores[number] if piece.shape[1] == width else scores[number][..., :piece.shape[1]]
         if number == 0:
             torch.bmm(weights, piece, out=out)
         else:
             out.baddbmm_(weights, piece)
-    out.div_(scores.sum((0, 3)).unsqueeze(-1))
-
-
-def _by_piece(hidden: Sequence[Span], width: int) -> list[tuple[int, int, int]]:
-    """Hidden runs cut at the ends of pieces: (piece, begin, end) inside it."""
-    found: list[tuple[int, int, int]] = []
-    for begin, end in hidden:
-        for number in range(begin // width, -(-end // width)):
-            found.append((number, max(begin - number * width, 0), min(end - number * width, width)))
-    return found
+    out.div_(scores_of_all.sum((0, 3)).unsqueeze(-1))

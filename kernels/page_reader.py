@@ -1,12 +1,14 @@
-"""Reading pages piece by piece on a CPU: a few pages of one sequence become a block of numbers that stays in the cache.
+"""Reading one sequence's pages piece by piece on a CPU, as numbers that a matrix product can take.
 
-No call holds a sequence's whole context: a piece has at most ``PIECE_NUMBERS`` numbers, is used where it was put, and is overwritten by
-the next one. That costs a copy inside the cache and buys what a matrix product wants: each head's tokens in a row.
+No call holds a sequence's whole context. A page that is large enough by itself is read where it lies. Of smaller pages a few are brought
+together in a buffer of at most ``PIECE_NUMBERS`` numbers, which stays in the cache, is used there and overwritten by the next piece:
+a product for each page would cost more than the copy.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Final
 
 import torch
@@ -18,18 +20,26 @@ from kvtier.kernels.storage import Storage
 PIECE_NUMBERS: Final = 1 << 18
 """Numbers of a piece, over all heads: a mebibyte in float32, about what a core's own cache holds."""
 
+PAGE_NUMBERS: Final = 1 << 16
+"""Numbers from which on a page, over all heads, is read where it lies: so many keep a product busy longer than it takes to start one."""
+
 _MOST_TOKENS: Final = 1024
 
 
 def tokens_per_piece(context: PagedContext) -> int:
     """Tokens of a piece, a multiple of the page size. Nothing but shapes decides: results must not depend on anything else."""
-    width = context.heads * max(context.stored.key_dim, context.value_dim)
-    fitting = PIECE_NUMBERS // width
+    fitting = PIECE_NUMBERS // (context.heads * max(context.stored.key_dim, context.value_dim))
     tokens = 1 << max(0, fitting.bit_length() - 1)
     return max(context.tokens_per_block, min(tokens, _MOST_TOKENS))
 
 
-class PageView:
+def is_read_in_place(context: PagedContext) -> bool:
+    """Whether decode reads this layer's pages one by one where they lie."""
+    numbers = context.tokens_per_block * context.heads * min(context.stored.key_dim, context.value_dim)
+    return context.source_rows is None and numbers >= PAGE_NUMBERS
+
+
+class _Tiles:
     """Pages seen as one list of ``[unit, dim]`` tiles, where a unit is a page's tokens or a single one.
 
     Whatever the strides, every tile starts at a multiple of the greatest common divisor of the strides between them. A strided
@@ -37,67 +47,85 @@ class PageView:
     tiles in any order: no loop over pages, no second copy to bring heads in front.
     """
 
-    def __init__(self, pages: torch.Tensor, unit: int) -> None:
+    def __init__(self, pages: torch.Tensor, unit: int, most: int) -> None:
         num_pages, heads, tokens_per_block, dim = pages.shape
         page_stride, head_stride, token_stride, dim_stride = pages.stride()
         strides = (page_stride, head_stride) if unit == tokens_per_block else (page_stride, head_stride, token_stride)
         step = math.gcd(*strides) or 1
         last_token = 0 if unit == tokens_per_block else tokens_per_block - 1
         count = ((num_pages - 1) * page_stride + (heads - 1) * head_stride + last_token * token_stride) // step + 1
-        self.tiles = pages.as_strided((count, unit, dim), (step, token_stride, dim_stride))
+        self._tiles = pages.as_strided((count, unit, dim), (step, token_stride, dim_stride))
         self._page_step, self._token_step = page_stride // step, token_stride // step
         self._heads = torch.arange(heads, device=pages.device)[:, None] * (head_stride // step)
+        self._buffer = pages.new_empty(heads * most, unit, dim)
 
     def numbers(self, pages: torch.Tensor, inside: torch.Tensor | None) -> torch.Tensor:
-        """Tile numbers int64 ``[..., heads, n]`` of pages ``[..., n]``, of single tokens ``inside`` them where a unit is one."""
-        first = pages.long() * self._page_step   # 64 bits: pages times heads are many
-        if inside is not None:
-            first = first + inside * self._token_step
-        return first[..., None, :] + self._heads
+        """Tile numbers int64 ``[heads, n]`` of pages ``[n]``, of single tokens ``inside`` them where a unit is one."""
+        first = pages * self._page_step   # 64 bits: pages times heads are many
+        return self._heads + (first if inside is None else first + inside * self._token_step)
+
+    def fetch(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Tiles ``[heads, n]`` as ``[heads, n * unit, dim]``, overwritten by the next call."""
+        heads, count = numbers.shape
+        found = self._buffer[:heads * count]
+        torch.index_select(self._tiles, 0, numbers.reshape(-1), out=found)
+        return found.view(heads, -1, found.shape[2])
 
 
 class PageReader:
     """Reads the keys or the values of one layer, piece by piece, as numbers of one dtype.
 
+    Attributes:
+        unit: tokens that lie together.
+        is_view: pieces may be the pages themselves: whoever changes one copies it first.
+
     Args:
         context: where they lie.
         is_value: values; else keys.
-        dtype: of what :meth:`read` returns.
-        unit: tokens of a tile: ``tokens_per_block``, or 1 where neighbours may lie in different pages.
-        most_tokens: of the largest piece.
+        dtype: of the pieces.
+        unit: ``tokens_per_block``, or 1 where neighbours may lie in different pages.
+        piece_tokens: tokens of a piece; as many as ``unit``: pages are read where they lie.
+        most_tokens: tokens of a sequence; no buffer is larger.
     """
 
-    def __init__(self, context: PagedContext, is_value: bool, dtype: torch.dtype, unit: int, most_tokens: int) -> None:
+    def __init__(self, context: PagedContext, is_value: bool, dtype: torch.dtype, unit: int, piece_tokens: int, most_tokens: int) -> None:
         stored = context.stored
         pages = stored.values if is_value else stored.keys
         scales = stored.value_block_scales if is_value else stored.key_block_scales
-        self._storage, self._field = stored.storage, int(is_value)
-        self._scale = stored.value_scale if is_value else stored.key_scale
-        self._stored_dtype, self._dtype, self._offset = pages.dtype, dtype, context.layer_pages.offset
-        self._unit, self._heads, self._dim = unit, context.heads, stored.value_dim if is_value else stored.key_dim
-        # FP8 as bytes: copying is no arithmetic, and not every operation knows it.
-        data = pages.view(torch.uint8) if self._storage is Storage.FP8 else pages
-        self._views = [PageView(tensor, unit) for tensor in (data, scales) if tensor is not None]
-        rows = context.heads * most_tokens
-        self._buffers = [view.tiles.new_empty(rows * view.tiles.shape[2]) for view in self._views]
-        self._wide = None if pages.dtype == dtype else torch.empty(rows * self._dim, dtype=dtype, device=pages.device)
+        self._storage, self._scale = stored.storage, stored.value_scale if is_value else stored.key_scale
+        self.unit = unit
+        self._offset, self._piece_units = context.layer_pages.offset, piece_tokens // unit
+        most = min(self._piece_units, max(1, -(-most_tokens // unit)))
+        dim = stored.value_dim if is_value else stored.key_dim
+        self._dtype, self._pages, self._scales = pages.dtype, pages, scales
+        self._wide = None if pages.dtype == dtype else torch.empty(context.heads * most * unit * dim, dtype=dtype, device=pages.device)
+        self._tiles: list[_Tiles] = []
+        self._is_paged = piece_tokens == context.tokens_per_block == unit
+        self.is_view = self._is_paged and self._wide is None
+        if not self._is_paged:
+            # FP8 as bytes: copying is no arithmetic, and not every operation knows it.
+            data = pages.view(torch.uint8) if self._storage is Storage.FP8 else pages
+            self._tiles = [_Tiles(tensor, unit, most) for tensor in (data, scales) if tensor is not None]
 
-    def addresses(self, entries: torch.Tensor, inside: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """What :meth:`read` needs to know of table entries ``[..., n]``, before the layer is added: int64 ``[..., heads, n]`` each."""
-        return [view.numbers(entries.long() + self._offset, inside) for view in self._views]
+    def pieces(self, entries: torch.Tensor, inside: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
+        """The tokens behind table entries, before the layer is added, ``[n]`` (of units of one token, with their places ``inside``
+        pages), piece after piece: ``[heads, tokens, dim]``, overwritten by the next one."""
+        pages = entries.long() + self._offset
+        if self._is_paged:
+            for page in pages.tolist():
+                yield self._widen(self._pages[page], None if self._scales is None else self._scales[page])
+            return
+        numbers = [tiles.numbers(pages, inside) for tiles in self._tiles]
+        for first in range(0, len(pages), self._piece_units):
+            found = [tiles.fetch(places[:, first:first + self._piece_units]) for tiles, places in zip(self._tiles, numbers, strict=True)]
+            yield self._widen(found[0].view(self._dtype), found[1] if len(found) > 1 else None)
 
-    def read(self, addresses: list[torch.Tensor]) -> torch.Tensor:
-        """The tokens of ``[heads, n]`` addresses: ``[heads, n * unit, dim]``, overwritten by the next call."""
-        rows = addresses[0].numel() * self._unit
-        for view, buffer, numbers in zip(self._views, self._buffers, addresses, strict=True):
-            dim = view.tiles.shape[2]
-            torch.index_select(view.tiles, 0, numbers.reshape(-1), out=buffer[:rows * dim].view(-1, self._unit, dim))
-        data = self._buffers[0][:rows * self._views[0].tiles.shape[2]].view(self._heads, rows // self._heads, -1)
+    def _widen(self, data: torch.Tensor, block_scales: torch.Tensor | None) -> torch.Tensor:
+        """Stored numbers ``[heads, tokens, stored_dim]`` as what they stand for."""
         if self._wide is None:
             return data
-        wide = self._wide[:rows * self._dim].view(self._heads, -1, self._dim)
-        if self._storage is Storage.NVFP4:
-            scales = self._buffers[1].view(torch.uint8)[:rows * self._views[1].tiles.shape[2]].view(self._heads, rows // self._heads, -1)
-            return wide.copy_(dequantise_nvfp4_torch(data, scales, self._scale, torch.float32))
-        wide.copy_(data.view(self._stored_dtype))
+        if block_scales is not None:
+            numbers = dequantise_nvfp4_torch(data, block_scales, self._scale, torch.float32)
+            return self._wide[:numbers.numel()].view(numbers.shape).copy_(numbers)
+        wide = self._wide[:data.numel()].view(data.shape).copy_(data)
         return wide if self._storage is Storage.SAME else wide.mul_(self._scale)

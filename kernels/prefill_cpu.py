@@ -27,7 +27,7 @@ def prefill_torch(query: torch.Tensor, context: PagedContext, plan: PrefillPlan,
     """The path in torch operations of :func:`kvtier.kernels.attention.attention_prefill_batch`."""
     out = query.new_zeros(query.shape[0], query.shape[1], context.value_dim)
     dtype, width = context.compute_dtype(query), tokens_per_piece(context)
-    keys, values = (PageReader(context, is_value, dtype, context.tokens_per_block, width) for is_value in (False, True))
+    keys, values = (PageReader(context, is_value, dtype, context.tokens_per_block, width, width) for is_value in (False, True))
     for chunk in plan.chunks:
         if chunk.length:
             tokens = slice(chunk.begin, chunk.end)
@@ -106,7 +106,8 @@ class _ChunkAttention:
         for first, end in spans:
             needed[first // unit:-(-end // unit)] = True
         entries = self._context.table[self._chunk.sequence][:, torch.where(needed, blocks, stand_in)]
-        read = [reader.read(reader.addresses(entries[field])) for field, reader in enumerate((keys, values))]
+        read = [next(reader.pieces(entries[field])) for field, reader in enumerate((keys, values))]
+        read = [data.clone() if reader.is_view else data for data, reader in zip(read, (keys, values), strict=True)]
         hidden_from = 0
         for first, end in [*spans, (self._width, self._width)]:
             for data in read:   # nobody has written these rows: they may hold NaN, and 0 * NaN is NaN

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from attention_batch import NVFP4, AttentionBatch, relative_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier.kernels import PrefillPlan, attention_decode, attention_prefill, attention_prefill_batch
+from kvtier.kernels import PrefillPlan, attention_decode, attention_prefill, attention_prefill_batch, page_reader
 from kvtier.kernels.attention_reference import attention_reference
 from kvtier.kernels.dispatch import kernel_paths
 
@@ -42,11 +44,16 @@ CAPS = st.none() | st.sampled_from([0.5, 3.0])
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(model=models(), lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3), queries=QUERIES, soft_cap=CAPS)
-def test_decode_is_attention_over_what_is_visible(model, lengths, queries, soft_cap):
+@given(model=models(), lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3), queries=QUERIES, soft_cap=CAPS,
+       in_place=st.booleans())
+def test_decode_is_attention_over_what_is_visible(model, lengths, queries, soft_cap, in_place):
+    """Pages brought together, or read where they lie; reading changes nothing in the pool."""
     batch = AttentionBatch(lengths, ring=None if model["seed"] % 3 else bool(model["seed"] % 2), **model)
     query = batch.queries(len(lengths), queries)
-    out = attention_decode(query, batch.pages, batch.table, torch.tensor(lengths), soft_cap=soft_cap, **batch.how)
+    before = batch.pages.clone()
+    with mock.patch.object(page_reader, "PAGE_NUMBERS", 1 if in_place else 1 << 30):
+        out = attention_decode(query, batch.pages, batch.table, torch.tensor(lengths), soft_cap=soft_cap, **batch.how)
+    assert torch.equal(batch.pages.contiguous().view(torch.uint8), before.contiguous().view(torch.uint8))
     assert (out.dtype, out.shape) == (queries, (len(lengths), batch.heads * batch.group, batch.value_dim))
     for row, length in enumerate(lengths):
         expected = batch.expected(row, query[row:row + 1], [length - 1], soft_cap=soft_cap)
