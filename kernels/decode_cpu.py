@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -25,87 +26,114 @@ def decode_torch(query: torch.Tensor, context: PagedContext, lengths: torch.Tens
     counts: list[int] = lengths.tolist()
     width = unit if is_read_in_place(context) else tokens_per_piece(context)
     most = max(context.visibility.num_places(length, unit) for length in counts)
-    keys, values = (PageReader(context, is_value, dtype, unit if context.source_rows is None else 1, width, most)
-                    for is_value in (False, True))
+    readers = [PageReader(context, is_value, dtype, unit if context.source_rows is None else 1, width, most) for is_value in (False, True)]
+    pages: list[list[torch.Tensor]] = []
+    if context.source_rows is None:
+        entries = context.table[:, :, :-(-most // unit)]
+        pages = [reader.locate(entries[:, field]) for field, reader in enumerate(readers)]
     rows = query.reshape(sequences, heads, query_heads // heads, head_dim).to(dtype) * context.scale
     out = rows.new_zeros(sequences, heads, query_heads // heads, context.value_dim)
     for sequence, length in enumerate(counts):
         if length > 0:
-            locate = _whole_pages if context.source_rows is None else _single_tokens
-            entries, inside, hidden = locate(context, sequence, length)
-            _attend(rows[sequence], keys, values, entries, inside, hidden, width, context.soft_cap, out[sequence])
+            seen = _whole_pages(context, pages, sequence, length) if pages else _single_tokens(context, readers, sequence, length)
+            _attend(rows[sequence], readers[0], readers[1], seen, width, context.soft_cap, out[sequence])
     return out.view(sequences, query_heads, context.value_dim).to(query.dtype)
 
 
-_Located = tuple[torch.Tensor, torch.Tensor | None, list[Span]]
-"""Table entries ``[2, units]`` of what a query sees, the tokens' places inside pages where units are tokens, and runs of tokens in these
-units that it does not see, counted from the first unit's first token."""
+@dataclass(frozen=True)
+class _Seen:
+    """What one query sees, and where it lies.
+
+    Attributes:
+        keys, values: of its units one after the other, as the readers located them.
+        tokens: up to the last one that it sees, counted from the first unit's first.
+        hidden: runs among them that it does not see.
+    """
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    tokens: int
+    hidden: list[Span]
 
 
-def _whole_pages(context: PagedContext, sequence: int, length: int) -> _Located:
+def _whole_pages(context: PagedContext, pages: Sequence[Sequence[torch.Tensor]], sequence: int, length: int) -> _Seen:
     """The pages of what the query behind ``length`` - 1 others sees."""
     unit = context.tokens_per_block
     runs: list[Span] = []
     hidden: list[Span] = []
-    shift = end_of_last = 0   # a place is at place + shift once only the runs' pages are left
+    shift = tokens = 0   # a place is at place + shift once only the runs' pages are left
     for begin, end in context.visibility.place_spans(length - 1, length, unit):
         first, last = begin // unit, -(-end // unit)
         if runs and first <= runs[-1][1]:
             runs[-1] = (runs[-1][0], last)
         else:
-            covered = runs[-1][1] * unit + shift if runs else 0
+            shift += (runs[-1][1] if runs else 0) * unit - first * unit
             runs.append((first, last))
-            shift = covered - first * unit
-        if begin + shift > end_of_last:
-            hidden.append((end_of_last, begin + shift))
-        end_of_last = end + shift
-    covered = runs[-1][1] * unit + shift
-    if covered > end_of_last:
-        hidden.append((end_of_last, covered))
-    parts = [context.table[sequence, :, first:last] for first, last in runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), None, hidden
+        if begin + shift > tokens:
+            hidden.append((tokens, begin + shift))
+        tokens = end + shift
+    keys, values = ([_cut(numbers[sequence], runs) for numbers in field] for field in pages)
+    return _Seen(keys, values, tokens, hidden)
 
 
-def _single_tokens(context: PagedContext, sequence: int, length: int) -> _Located:
+def _cut(numbers: torch.Tensor, runs: Sequence[Span]) -> torch.Tensor:
+    parts = [numbers[..., first:last] for first, last in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _single_tokens(context: PagedContext, readers: Sequence[PageReader], sequence: int, length: int) -> _Seen:
     """The same token by token: neighbours may lie in the pages of different rows."""
     assert context.source_rows is not None
     source, unit = context.source_rows[sequence], context.tokens_per_block
     tokens = torch.cat([torch.arange(*span) for span in context.visibility.token_spans(length - 1, length)]).to(source.device)
     places = context.visibility.places(tokens, unit)
     owners = torch.where(source[tokens] < 0, sequence, source[tokens].long())
-    return context.table[owners, :, places // unit].t(), places % unit, []
+    entries = context.table[owners, :, places // unit]
+    keys, values = (reader.locate(entries[:, field], places % unit) for field, reader in enumerate(readers))
+    return _Seen(keys, values, len(tokens), [])
 
 
-def _attend(rows: torch.Tensor, keys: PageReader, values: PageReader, entries: torch.Tensor, inside: torch.Tensor | None,
-            hidden: Sequence[Span], width: int, soft_cap: float | None, out: torch.Tensor) -> None:
+def _attend(rows: torch.Tensor, keys: PageReader, values: PageReader, seen: _Seen, width: int, soft_cap: float | None,
+            out: torch.Tensor) -> None:
     """Scaled rows ``[heads, group, head_dim]`` of one sequence to ``out`` ``[heads, group, value_dim]``, pieces of ``width`` tokens."""
-    tokens = entries.shape[1] * (1 if inside is not None else keys.unit)
-    width = min(width, tokens)
-    scores_of_all = rows.new_empty(-(-tokens // width), *rows.shape[:2], width)
-    scores = list(scores_of_all.unbind(0))
-    for target, piece in zip(scores, keys.pieces(entries[0], inside), strict=True):
-        if piece.shape[1] == width:
-            torch.bmm(rows, piece.transpose(1, 2), out=target)
-        else:
-            target[..., :piece.shape[1]] = torch.bmm(rows, piece.transpose(1, 2))
-            target[..., piece.shape[1]:] = -math.inf
+    tokens = seen.tokens
+    if tokens <= width:   # most sequences of a small model: one piece, and one call less for everything
+        piece = next(keys.pieces(seen.keys))[:, :tokens]   # what lies behind was never written
+        scores = torch.bmm(rows, piece.transpose(1, 2))
+        if soft_cap is not None:
+            scores.div_(soft_cap).tanh_().mul_(soft_cap)
+        for begin, end in seen.hidden:
+            scores[..., begin:end] = -math.inf
+        piece = _without(next(values.pieces(seen.values))[:, :tokens], seen.hidden, values)
+        torch.bmm(torch.softmax(scores, dim=-1), piece, out=out)
+        return
+    scores = rows.new_empty(-(-tokens // width), *rows.shape[:2], width)
+    of_piece = list(scores.unbind(0))
+    for target, piece in zip(of_piece, keys.pieces(seen.keys), strict=True):
+        torch.bmm(rows, piece.transpose(1, 2), out=target[..., :piece.shape[1]])
     if soft_cap is not None:
-        scores_of_all.div_(soft_cap).tanh_().mul_(soft_cap)
+        scores.div_(soft_cap).tanh_().mul_(soft_cap)
+    covered = len(of_piece) * width
     hidden_of_piece: dict[int, list[Span]] = {}
-    for begin, end in hidden:
+    for begin, end in [*seen.hidden, (tokens, covered)] if tokens < covered else seen.hidden:
         for number in range(begin // width, -(-end // width)):
-            span = (max(begin - number * width, 0), min(end - number * width, width))
-            hidden_of_piece.setdefault(number, []).append(span)
-            scores[number][..., span[0]:span[1]] = -math.inf
-    scores_of_all.sub_(scores_of_all.amax((0, 3), keepdim=True)).exp_()
-    for number, piece in enumerate(values.pieces(entries[1], inside)):
-        if number in hidden_of_piece:
-            piece = piece.clone() if values.is_view else piece
-            for begin, end in hidden_of_piece[number]:
-                piece[:, begin:end].zero_()   # nobody has written these rows: they may hold NaN, and 0 * NaN is NaN
-        weights = scores[number] if piece.shape[1] == width else scores[number][..., :piece.shape[1]]
+            first, last = max(begin - number * width, 0), min(end - number * width, width)
+            hidden_of_piece.setdefault(number, []).append((first, last))
+            of_piece[number][..., first:last] = -math.inf
+    scores.sub_(scores.amax((0, 3), keepdim=True)).exp_()
+    for number, piece in enumerate(values.pieces(seen.values)):
+        piece = _without(piece, hidden_of_piece.get(number, ()), values)
         if number == 0:
-            torch.bmm(weights, piece, out=out)
+            torch.bmm(of_piece[number], piece, out=out)
         else:
-            out.baddbmm_(weights, piece)
-    out.div_(scores_of_all.sum((0, 3)).unsqueeze(-1))
+            out.baddbmm_(of_piece[number][..., :piece.shape[1]], piece)
+    out.div_(scores.sum((0, 3)).unsqueeze(-1))
+
+
+def _without(piece: torch.Tensor, hidden: Sequence[Span], reader: PageReader) -> torch.Tensor:
+    """A piece of values with zeros where nobody has written: there may be NaN, and 0 * NaN is NaN."""
+    if hidden and reader.is_view:
+        piece = piece.clone()
+    for begin, end in hidden:
+        piece[:, begin:end].zero_()
+    return piece

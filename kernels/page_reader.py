@@ -60,9 +60,9 @@ class _Tiles:
         self._buffer = pages.new_empty(heads * most, unit, dim)
 
     def numbers(self, pages: torch.Tensor, inside: torch.Tensor | None) -> torch.Tensor:
-        """Tile numbers int64 ``[heads, n]`` of pages ``[n]``, of single tokens ``inside`` them where a unit is one."""
+        """Tile numbers int64 ``[..., heads, n]`` of pages ``[..., n]``, of single tokens ``inside`` them where a unit is one."""
         first = pages * self._page_step   # 64 bits: pages times heads are many
-        return self._heads + (first if inside is None else first + inside * self._token_step)
+        return self._heads + (first if inside is None else first + inside * self._token_step)[..., None, :]
 
     def fetch(self, numbers: torch.Tensor) -> torch.Tensor:
         """Tiles ``[heads, n]`` as ``[heads, n * unit, dim]``, overwritten by the next call."""
@@ -76,7 +76,6 @@ class PageReader:
     """Reads the keys or the values of one layer, piece by piece, as numbers of one dtype.
 
     Attributes:
-        unit: tokens that lie together.
         is_view: pieces may be the pages themselves: whoever changes one copies it first.
 
     Args:
@@ -93,7 +92,6 @@ class PageReader:
         pages = stored.values if is_value else stored.keys
         scales = stored.value_block_scales if is_value else stored.key_block_scales
         self._storage, self._scale = stored.storage, stored.value_scale if is_value else stored.key_scale
-        self.unit = unit
         self._offset, self._piece_units = context.layer_pages.offset, piece_tokens // unit
         most = min(self._piece_units, max(1, -(-most_tokens // unit)))
         dim = stored.value_dim if is_value else stored.key_dim
@@ -107,17 +105,21 @@ class PageReader:
             data = pages.view(torch.uint8) if self._storage is Storage.FP8 else pages
             self._tiles = [_Tiles(tensor, unit, most) for tensor in (data, scales) if tensor is not None]
 
-    def pieces(self, entries: torch.Tensor, inside: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """The tokens behind table entries, before the layer is added, ``[n]`` (of units of one token, with their places ``inside``
-        pages), piece after piece: ``[heads, tokens, dim]``, overwritten by the next one."""
+    def locate(self, entries: torch.Tensor, inside: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """What :meth:`pieces` needs to know of table entries ``[..., n]`` before the layer is added, of tokens with their places ``inside``
+        pages: tensors ``[..., n]``. Worked out for a whole batch at once, and then cut."""
         pages = entries.long() + self._offset
+        return [pages] if self._is_paged else [tiles.numbers(pages, inside) for tiles in self._tiles]
+
+    def pieces(self, located: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The tokens of one sequence, piece after piece: ``[heads, tokens, dim]``, overwritten by the next one."""
         if self._is_paged:
-            for page in pages.tolist():
+            for page in located[0].tolist():
                 yield self._widen(self._pages[page], None if self._scales is None else self._scales[page])
             return
-        numbers = [tiles.numbers(pages, inside) for tiles in self._tiles]
-        for first in range(0, len(pages), self._piece_units):
-            found = [tiles.fetch(places[:, first:first + self._piece_units]) for tiles, places in zip(self._tiles, numbers, strict=True)]
+        for first in range(0, located[0].shape[-1], self._piece_units):
+            last = first + self._piece_units
+            found = [tiles.fetch(numbers[:, first:last]) for tiles, numbers in zip(self._tiles, located, strict=True)]
             yield self._widen(found[0].view(self._dtype), found[1] if len(found) > 1 else None)
 
     def _widen(self, data: torch.Tensor, block_scales: torch.Tensor | None) -> torch.Tensor:

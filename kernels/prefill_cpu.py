@@ -106,7 +106,7 @@ class _ChunkAttention:
         for first, end in spans:
             needed[first // unit:-(-end // unit)] = True
         entries = self._context.table[self._chunk.sequence][:, torch.where(needed, blocks, stand_in)]
-        read = [next(reader.pieces(entries[field])) for field, reader in enumerate((keys, values))]
+        read = [next(reader.pieces(reader.locate(entries[field]))) for field, reader in enumerate((keys, values))]
         read = [data.clone() if reader.is_view else data for data, reader in zip(read, (keys, values), strict=True)]
         hidden_from = 0
         for first, end in [*spans, (self._width, self._width)]:
