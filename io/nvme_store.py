@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -36,6 +38,9 @@ from kvtier.pools.nvme_geometry import NvmeGeometry
 __all__ = ["BlockWrite", "NvmeStats", "NvmeStore", "StoredBlock"]
 
 _log = logging.getLogger(__name__)
+_OF_STORED: Final = itemgetter(0, 1, 2, 5, 6, 7)
+"""Of a ``ManifestRow``, what a ``StoredBlock`` has."""
+_STORED: Final = partial(tuple.__new__, StoredBlock)  # _make, without a Python call for each
 _RELEASE_SECONDS: Final = 1.0
 """The least time that closing gives to the last commit, however little is left of the caller's."""
 
@@ -288,8 +293,7 @@ class NvmeStore:
         if away:
             rows = [row for row in rows if (row.group, row.slot) not in away]
         with collector_paused():
-            blocks = [StoredBlock(group, slot, key, priority, expiry, count)
-                      for group, slot, key, _, _, priority, expiry, count in rows]
+            blocks = list(map(_STORED, map(_OF_STORED, rows)))
         if hits:
             blocks = [block._replace(hits=block.hits + hits.get((block.group, block.slot), 0)) for block in blocks]
         return blocks
