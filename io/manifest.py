@@ -13,7 +13,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -115,9 +115,10 @@ class Manifest:
         """The row of a slot, from memory."""
         return self._rows.get((group, slot))
 
-    def is_quarantined(self, group: int, slot: int) -> bool:
-        """Whether a slot is out of service, from memory."""
-        return (group, slot) in self._quarantine
+    @property
+    def out_of_service(self) -> Container[Place]:
+        """The slots in quarantine, from memory."""
+        return self._quarantine
 
     def rows(self) -> list[ManifestRow]:
         """All rows, from memory."""
