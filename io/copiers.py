@@ -24,7 +24,7 @@ from kvtier.io.row_copier import Call, Numbers, RowCopier, Rows
 from kvtier.kernels.partial_copy import copy_partial_blocks
 from kvtier.pools.block_sections import BlockSection
 from kvtier.pools.device_arena import DeviceArena
-from kvtier.pools.group_pools import GroupPools
+from kvtier.pools.group_pools import BlockGroup, GroupMemory
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.layout import LayerGroup
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY
@@ -55,7 +55,7 @@ class Copier(Protocol):
 class HostCopier:
     """Copies blocks of one group between two memories of the host."""
 
-    def __init__(self, source: Memory, destination: Memory, group: LayerGroup) -> None:
+    def __init__(self, source: Memory, destination: Memory, group: BlockGroup) -> None:
         self._num_sources = num_slots(source)
         self._num_destinations = num_slots(destination)
         self._tokens_per_block = group.tokens_per_block
@@ -94,7 +94,7 @@ class HostCopier:
         return sources, destinations
 
 
-def open_copiers(pools: GroupPools, staging: HostArena | None, device: str,
+def open_copiers(pools: GroupMemory, staging: HostArena | None, device: str,
                  direct: HostArena | DeviceArena | None = None) -> dict[tuple[int, int], Copier]:
     """The copiers of one group by (destination level, source level).
 
@@ -107,7 +107,9 @@ def open_copiers(pools: GroupPools, staging: HostArena | None, device: str,
     Raises:
         ConfigError: a layer-first pool on CUDA.
     """
-    memories: dict[int, AnyMemory] = {PRIMARY: pools.primary}
+    memories: dict[int, AnyMemory] = {}
+    if pools.primary is not None:
+        memories[PRIMARY] = pools.primary
     if pools.secondary is not None:
         memories[SECONDARY] = pools.secondary
     pairs = [(destination, source) for destination in memories for source in memories]
@@ -120,7 +122,7 @@ def open_copiers(pools: GroupPools, staging: HostArena | None, device: str,
     if device == "cpu":
         return {(destination, source): HostCopier(_of_host(memories[source]), _of_host(memories[destination]), pools.group)
                 for destination, source in pairs}
-    if pools.primary.layer_first:
+    if pools.primary is not None and pools.primary.layer_first:
         raise ConfigError(f"device={device!r}: copies to and from layer-first pools are made on the CPU only; use a block-first pool")
     cuda = load_cuda()
     return {(destination, source): CudaCopier(cuda, memories[source], memories[destination], pools.group)

@@ -9,8 +9,8 @@ from kvtier.io.copy_runs import check_slots, coalesce, rows_per_run
 from kvtier.io.cuda_stream import CudaModule, current_handle
 from kvtier.pools.block_sections import BlockSection
 from kvtier.pools.device_arena import DeviceArena
+from kvtier.pools.group_pools import BlockGroup
 from kvtier.pools.host_arena import HostArena
-from kvtier.pools.layout import LayerGroup
 from kvtier.pools.primary import PrimaryPool
 
 Memory = PrimaryPool | HostArena | DeviceArena
@@ -49,7 +49,7 @@ class CudaMemory:
 class CudaCopier:
     """Copies blocks of one group between two memories: section by section, or row by row where both ends are host memory."""
 
-    def __init__(self, cuda: CudaModule, source: Memory, destination: Memory, group: LayerGroup) -> None:
+    def __init__(self, cuda: CudaModule, source: Memory, destination: Memory, group: BlockGroup) -> None:
         self._tokens_per_block = group.tokens_per_block
         self._sections = [(section, CudaRowCopier(cuda, CudaMemory.of_section(source, number, section),
                                                   CudaMemory.of_section(destination, number, section), section.num_bytes))

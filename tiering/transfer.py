@@ -19,7 +19,7 @@ from kvtier.io.copiers import DIRECT
 from kvtier.io.device import Device, EngineStream
 from kvtier.io.incident import Incident
 from kvtier.io.streams import Event, Stream
-from kvtier.pools.group_pools import GroupPools
+from kvtier.pools.group_pools import GroupMemory
 from kvtier.pools.nvme_geometry import NvmeGeometry
 from kvtier.pools.pool_index import NVME, PRIMARY, PoolIndex, level_of, pool_index, slot_of
 from kvtier.tiering.copy_batch import CopyBatch, FaultPoint
@@ -66,7 +66,7 @@ class TransferManager:
         ConfigError: fewer than one read thread or staging block, no memory for the staging blocks, or no thread to be had.
     """
 
-    def __init__(self, device: Device, pools: Sequence[GroupPools], store: BlockStore | None, *,
+    def __init__(self, device: Device, pools: Sequence[GroupMemory], store: BlockStore | None, *,
                  faults: FaultPoint | None = None, read_threads: int = 2, staging_blocks: int = 4, staging_bytes: int = 0,
                  gds: GdsPath | None = None, debug: DebugPath | None = None, check_order: bool = False,
                  write_bytes_per_second: float | None = None) -> None:
