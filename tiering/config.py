@@ -58,7 +58,7 @@ class TierConfig(BaseSettings):
     """
 
     model_config = SettingsConfigDict(strict=True, extra="forbid", frozen=True, env_prefix=ENVIRONMENT_PREFIX,
-                                      arbitrary_types_allowed=True, allow_inf_nan=False)
+                                      arbitrary_types_allowed=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     primary: Sizes = "90%"
     """Device memory for blocks (host memory with ``device="cpu"``). At least one block per group."""

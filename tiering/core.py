@@ -47,7 +47,7 @@ from kvtier.tiering.ledger.events import Event
 from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupSpec
 from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.ledger import Ledger
-from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
+from kvtier.tiering.ledger.moves import Discard, Move
 from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.load_speed import LoadMeter
 from kvtier.tiering.loading import LoadDecider
@@ -421,9 +421,8 @@ class TierCore:
         store = NvmeStore.open(directory, namespace, geometries, faults=config.faults, sync=config.nvme_sync,
                                free_space_reserve=config.nvme_free_space_reserve_bytes,
                                drive=DriveQueue(config.read_threads, WRITE_THREADS, config.nvme_write_bytes_per_second))
-        rows = [WarmRow(row.group, row.slot, row.key, row.priority, row.expiry, row.hits) for row in store.stored_blocks()]
         self._ledger.set_time(self._clock())
-        self._ledger.adopt_store(rows, list(store.quarantined()))
+        self._ledger.adopt_store(store.stored_blocks(), store.quarantined())
         self._queue_records()
         return store
 

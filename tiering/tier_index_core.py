@@ -38,7 +38,7 @@ from kvtier.tiering.ledger.key_invariants import verify_keys
 from kvtier.tiering.ledger.key_jobs import EngineJob
 from kvtier.tiering.ledger.key_ledger import KeyLedger
 from kvtier.tiering.ledger.keyed_level import engine_key
-from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
+from kvtier.tiering.ledger.moves import Discard, Move
 from kvtier.tiering.ledger.rules import TierRules
 from kvtier.tiering.namespace import FORMAT_VERSION
 from kvtier.tiering.tier_plan import TierPlan, level_slots
@@ -381,7 +381,7 @@ class TierIndexCore:
         store = NvmeStore.open(config.nvme_directory, self._namespace, geometries, faults=config.faults,
                                free_space_reserve=config.nvme_free_space_reserve_bytes, sync=config.nvme_sync,
                                drive=DriveQueue(config.read_threads, WRITE_THREADS, config.nvme_write_bytes_per_second))
-        rows = [WarmRow(row.group, row.slot, engine_key(row.key), row.priority, row.expiry, row.hits) for row in store.stored_blocks()]
+        rows = [row._replace(key=engine_key(row.key)) for row in store.stored_blocks()]
         self._ledger.set_time(self._clock())
         self._ledger.adopt_store(rows, list(store.quarantined()))
         return store
