@@ -48,9 +48,9 @@ def test_check_says_what_files_set_and_what_the_environment_overrules(tmp_path: 
     (tmp_path / "a.yaml").write_text("primary: 4 blocks\n")
     (tmp_path / "b.toml").write_text("")
     monkeypatch.setenv("KVTIER_GDS", "off")
-    assert run("check", tmp_path / "a.yaml", tmp_path / "b.toml") == (
-        0, f"{tmp_path}/a.yaml: good; it sets primary; the environment sets gds, and wins\n"
-           f"{tmp_path}/b.toml: good; it sets nothing; the environment sets gds, and wins\n")
+    assert run("check", tmp_path / "a.yaml", tmp_path / "b.toml")[1].splitlines() == [
+        f"{tmp_path}/{name}: good; it sets {what}; the environment sets gds, and wins" for name, what in (("a.yaml", "primary"),
+                                                                                                         ("b.toml", "nothing"))]
     (tmp_path / "c.yaml").write_text("primery: 4 blocks\n")
     with pytest.raises(ConfigError, match=r"'primery' \(file .*c\.yaml\): unknown key; did you mean 'primary'"):
         run("check", tmp_path / "a.yaml", tmp_path / "c.yaml")
@@ -58,14 +58,20 @@ def test_check_says_what_files_set_and_what_the_environment_overrules(tmp_path: 
 
 @pytest.mark.parametrize(("text", "reason"), [("primary: 8\n", "a size needs a unit"), ("rank: 3\n", "rank=3 with num_ranks=1"),
                                               ("- a\n", "must hold keys and values"), ("a: [", "correct the file")])
-def test_a_bad_file_is_one_line_and_exit_code_2(tmp_path: Path, text: str, reason: str) -> None:
+def test_a_bad_file_is_refused_by_each_command(tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / "bad.yaml").write_text(text)
-    for arguments in (["check", "bad.yaml"], ["show", "--config", "bad.yaml"]):
-        done = subprocess.run([sys.executable, "-m", "kvtier.cli", "config", *arguments], cwd=tmp_path, capture_output=True, text=True,
-                              timeout=120, check=False)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert reason in done.stderr
-        assert done.stderr.count("\n") == 1
+    for arguments in (["check", tmp_path / "bad.yaml"], ["show", "--config", tmp_path / "bad.yaml"]):
+        with pytest.raises(ConfigError, match=reason):
+            run(*arguments)
+
+
+def test_what_is_wrong_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("primary: 8\n")
+    done = subprocess.run([sys.executable, "-m", "kvtier.cli", "config", "check", "bad.yaml"], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("kvtier: primary=8: a size needs a unit")
+    assert done.stderr.count("\n") == 1
 
 
 def test_schema_and_example_are_what_the_model_says() -> None:

@@ -1,4 +1,4 @@
-"""Reference of ``TierConfig``, made from the model itself so that it cannot drift: JSON schema, commented example, tables, sizes in words."""
+"""Reference of ``TierConfig``, made from the model so that it cannot drift: JSON schema, commented example, tables, sizes in words."""
 
 from __future__ import annotations
 

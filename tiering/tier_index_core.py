@@ -120,6 +120,7 @@ class TierIndexCore:
                 _log.warning("faults are injected into this tier (%s): %s. For trials only: blocks are really lost, files really deleted",
                              config.sources["faults"], config.faults)
             undo.pop_all()
+        self._unlink_when_all_are_there()
 
     @property
     def arena_path(self) -> Path:
@@ -135,9 +136,7 @@ class TierIndexCore:
             ledger.refresh(self._takes_writes)
             if ledger.abandoned:
                 self._release_ended(ledger)
-            if self._is_linked and self.arena.board.all_opened():
-                self.arena.unlink()
-                self._is_linked = False
+            self._unlink_when_all_are_there()
             is_changed = ledger.version != self._version_seen
             self._version_seen = ledger.version
             return is_changed
@@ -361,6 +360,12 @@ class TierIndexCore:
             if now - self._gone_since.setdefault(rank, now) < GONE_SECONDS:
                 return False
         return True
+
+    def _unlink_when_all_are_there(self) -> None:
+        """From then on the arena's memory ends with the processes, however they end."""
+        if self._is_linked and self.arena.board.all_opened():
+            self.arena.unlink()
+            self._is_linked = False
 
     def _release_ended(self, ledger: KeyLedger) -> None:
         for job in list(ledger.abandoned.values()):

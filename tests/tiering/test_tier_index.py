@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tier_rig import PLAIN, TierRig, key, keys, on_nvme, until
 
-from kvtier import TierConfig, TierIndex
+from kvtier import TierConfig, TierIndex, TierWorker
 from kvtier.errors import ConfigError, KVTierError, RequestError
 from kvtier.io import job_board
 from kvtier.pools.page_layout import PageGroup, PageLayout
@@ -406,6 +407,16 @@ def test_bad_arguments_are_refused_and_change_nothing() -> None:
         index.begin_request("r")
         with pytest.raises(RequestError, match="active already"):
             index.begin_request("r")
+
+
+def test_an_arena_that_was_there_before_its_workers_is_unlinked_by_a_step() -> None:
+    config = TierConfig(secondary="2 blocks")
+    with TierIndex(PLAIN, config, engine_id="test-index-first") as index:
+        assert index.arena_path.exists()
+        pages = [torch.zeros(2, size, dtype=torch.uint8) for size in PLAIN.groups[0].tensor_page_bytes]
+        with TierWorker(index.plan, "cpu", 0, [pages]):
+            index.poll()
+            assert not index.arena_path.exists()
 
 
 def test_a_job_that_is_still_under_way_keeps_its_place_on_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
