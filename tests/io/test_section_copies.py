@@ -80,7 +80,8 @@ class Place:
 def block_after(group: LayerGroup, before: np.ndarray, data: np.ndarray, num_tokens: int) -> np.ndarray:
     """A block after a copy of ``data``, from the description of what a block holds (not from its sections)."""
     spec, layers = group.spec, group.num_layers
-    if not 0 < num_tokens < TOKENS or spec.kind == "recurrent":
+    is_packed = group.dtype == "uint8" and spec.scale_bytes > 0   # numbers of 4 bits go whole
+    if not 0 < num_tokens < TOKENS or spec.kind == "recurrent" or is_packed:
         return data.copy()
     size = {"float32": 4, "bfloat16": 2, "uint8": 1}[group.dtype]
     fields = [(layers * spec.kv_factor, spec.head_dim)] if not group.is_split else [(layers, spec.head_dim), (layers, spec.value_dim)]

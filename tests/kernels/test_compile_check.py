@@ -66,7 +66,8 @@ def test_every_module_with_a_kernel_is_compiled_and_every_kernel_for_every_gpu()
     assert all(found == {80, 90, 100} for found in architectures.values())
 
 
-@pytest.mark.parametrize("name", ["append/nvfp4/8x128", "append/bf16/1x512+64", "value_tail/bf16/8x128", "indexer_scatter/128"])
+@pytest.mark.parametrize("name", ["append/nvfp4/8x128", "append/bf16/1x512+64", "value_tail/bf16/8x128", "fused_write/nvfp4/32+8x128",
+                                  "indexer_scatter/128", "partial_copy/i16/128", "block_offsets/scratch"])
 def test_no_offset_is_multiplied_in_32_bits(name):
     """Triton passes a stride below 2**31 as 32 bits; page * stride would then overflow in a pool of a few GiB."""
     import triton
