@@ -9,8 +9,12 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 sys.path.append(str(Path(__file__).parent))  # so that test modules can import engine: importlib mode puts no folder there
 
@@ -44,6 +48,19 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_hybrid(tmp_path_factory.mktemp("models") / "hybrid", seed=0)
 
 
+@pytest.fixture(scope="session")
+def uniform(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of two layers of full attention: one KV group."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    folder = tmp_path_factory.mktemp("models") / "uniform"
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, head_dim=64, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    _save_noise(LlamaForCausalLM(config), folder)
+    return folder
+
+
 def make_hybrid(folder: Path, seed: int) -> Path:
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -52,12 +69,17 @@ def make_hybrid(folder: Path, seed: int) -> Path:
                               num_key_value_heads=2, head_dim=64, sliding_window=96, max_position_embeddings=4096,
                               layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2, bos_token_id=1, eos_token_id=2,
                               pad_token_id=0, tie_word_embeddings=False)
-    model = Gemma3ForCausalLM(config).float()
-    for parameter in model.parameters():
+    _save_noise(Gemma3ForCausalLM(config), folder)
+    return folder
+
+
+def _save_noise(model: PreTrainedModel, folder: Path) -> None:
+    """Save the model in float32, with weights so large that its answers vary."""
+    import torch
+    for parameter in model.float().parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, 0.0, 0.2)
     model.save_pretrained(folder)
-    return folder
 
 
 def conversations(seed: int, count: int, *, families: int = 6, shortest: int = 100, longest: int = 700) -> list[list[int]]:

@@ -20,6 +20,9 @@ CHILD = Path(__file__).with_name("engine_child.py")
 NEAR_TIE = 1e-3
 """Two answers may part where the two likeliest tokens are closer than this (difference of log-probabilities)."""
 
+PATIENCE = 60.0
+"""Seconds a request waits for the tier: on a machine that is busy with other things, a miss would say nothing about the tier."""
+
 BLOCK = 32
 """Tokens in a block: the least that attention on a CPU takes."""
 
@@ -31,7 +34,8 @@ class EngineDied(Exception):
 def tier_line(**settings: Any) -> dict[str, Any]:
     """The ``kv_transfer_config`` that attaches the tier."""
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"spec_name": "TieredSpec", "spec_module_path": "kvtier.tiering.attach.vllm", **settings}}
+            "kv_connector_extra_config": {"spec_name": "TieredSpec", "spec_module_path": "kvtier.tiering.attach.vllm",
+                                          "lookup_timeout": PATIENCE, **settings}}
 
 
 def arguments(model: Path, tier: dict[str, Any] | None, **engine: Any) -> dict[str, Any]:
@@ -131,6 +135,17 @@ def differences(answers: Sequence[dict[str, Any]], expected: Sequence[dict[str, 
         else:
             wrong.append(number)
     return wrong, ties
+
+
+def settled(engine: Engine) -> dict[str, dict[str, int]]:
+    """The tier's statistics when nothing is under way: nobody holds anything, and every slot is accounted for."""
+    assert engine.settle()
+    stats: dict[str, dict[str, int]] = engine.stats()
+    assert (stats["leases"], stats["jobs"], stats["abandoned_jobs"], stats["requests"]) == (0, 0, 0, 0)
+    for level in ("secondary", "nvme"):
+        assert stats[level]["max_blocks"] == stats[level]["free_blocks"] + stats[level]["used_blocks"] + stats[level]["busy_blocks"]
+        assert stats[level]["used_blocks"] == 0
+    return stats
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import conversations
-from engine import Engine, differences
+from engine import Engine, differences, settled
 
 STOPPED_AT = 8
 """Tokens generated for each prompt."""
@@ -17,17 +17,6 @@ STOPPED_AT = 8
 def plain_hybrid(hybrid: Path) -> Iterator[Engine]:
     with Engine(hybrid) as engine:
         yield engine
-
-
-def settled(engine: Engine) -> dict[str, dict[str, int]]:
-    """The tier's statistics when nothing is under way: nobody holds anything, and every slot is accounted for."""
-    assert engine.settle()
-    stats: dict[str, dict[str, int]] = engine.stats()
-    assert (stats["leases"], stats["jobs"], stats["abandoned_jobs"], stats["requests"]) == (0, 0, 0, 0)
-    for level in ("secondary", "nvme"):
-        assert stats[level]["max_blocks"] == stats[level]["free_blocks"] + stats[level]["used_blocks"] + stats[level]["busy_blocks"]
-        assert stats[level]["used_blocks"] == 0
-    return stats
 
 
 def test_smollm_says_the_same_from_host_memory(smollm: Path) -> None:

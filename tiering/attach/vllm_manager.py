@@ -8,6 +8,7 @@ not matter that vLLM reports success whatever happened.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -44,6 +45,11 @@ _log = logging.getLogger(__name__)
 RESULTS: Final = {KeyState.HIT: LookupResult.HIT, KeyState.MISS: LookupResult.MISS, KeyState.PENDING: LookupResult.HIT_PENDING,
                   KeyState.RETRY: LookupResult.HIT_PENDING}
 """RETRY is said as "there, not yet readable": over a window, vLLM would otherwise ask on for all that lies before it, and have it read."""
+
+FAST_STEP: Final = 0.002
+PAUSE: Final = 0.001
+"""A step that took less than FAST_STEP seconds computed nothing. While reads of NVMe are awaited, the scheduler's thread then pauses before
+the next one: turning over without computing, it would keep the threads that read from running."""
 
 MEDIUMS: Final = {Level.SECONDARY: Medium.CPU, Level.NVME: Medium.STORAGE}
 
@@ -82,6 +88,7 @@ class TieredManager(OffloadingManager):
         self._metrics = MetricsSinceLast()
         self._resets = 0
         self._has_stored = False
+        self._step_began = 0.0
 
     # -- requests --------------------------------------------------------------------------------------------------------
 
@@ -90,7 +97,7 @@ class TieredManager(OffloadingManager):
         allows = req_context.load_tier_filter.allows
         reads_host, reads_nvme = allows(Medium.CPU, Locality.LOCAL), allows(Medium.STORAGE, Locality.LOCAL)
         begin: Callable[[], None] = lambda: self.index.begin_request(  # noqa: E731
-            req_context.req_id, priority=wishes.priority, use_nvme=reads_nvme and not wishes.keep_off_nvme,
+            req_context.req_id, priority=wishes.priority, use_nvme=not wishes.keep_off_nvme, read_nvme=reads_nvme,
             skip_read=wishes.skip_read or not (reads_host or reads_nvme), skip_write=wishes.skip_write)
         try:
             begin()
@@ -159,6 +166,10 @@ class TieredManager(OffloadingManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._has_stored = False
         self.index.poll()
+        now = time.monotonic()
+        if now - self._step_began < FAST_STEP and self.index.has_work:
+            time.sleep(PAUSE)
+        self._step_began = now
 
     def has_pending_work(self) -> bool:
         """Whether vLLM must go on stepping without requests: NVMe is at work, or a store has ended since the last step, which begins to

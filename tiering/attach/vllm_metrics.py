@@ -46,10 +46,10 @@ class _Gauge:
 COUNTERS: Final = (
     _Counter("vllm:kv_offload_stores_skipped", "Chunks that were not stored: priority, no room, or the request's own wish.",
              lambda stats: stats.refused_blocks),
-    _Counter("vllm:kv_offload_tiering_chunk_hits", "Chunks delivered, labeled by tier.", lambda stats: stats.hit_blocks["secondary"], HOST),
-    _Counter("vllm:kv_offload_tiering_chunk_hits", "Chunks delivered, labeled by tier.", lambda stats: stats.hit_blocks["nvme"], NVME),
+    _Counter("vllm:kv_offload_tiering_chunk_hits", "Chunks delivered, labeled by tier.", lambda stats: stats.hit_blocks.secondary, HOST),
+    _Counter("vllm:kv_offload_tiering_chunk_hits", "Chunks delivered, labeled by tier.", lambda stats: stats.hit_blocks.nvme, NVME),
     _Counter("vllm:kv_offload_tiering_read_bytes", "Bytes read and verified, labeled by tier.", lambda stats: stats.promoted_bytes, NVME),
-    _Counter("vllm:kv_offload_tiering_write_bytes", "Bytes written, labeled by tier.", lambda stats: stats.written_bytes, NVME),
+    _Counter("vllm:kv_offload_tiering_write_bytes", "Bytes written, labeled by tier.", lambda stats: stats.nvme_written_bytes, NVME),
     _Counter("vllm:kv_offload_tiering_read_time", "Seconds spent reading, labeled by tier.", lambda stats: stats.read_seconds, NVME),
     _Counter("vllm:kv_offload_tiering_write_time", "Seconds spent writing, labeled by tier.", lambda stats: stats.write_seconds, NVME),
     _Counter("vllm:kv_offload_kvtier_checksum_failures", "Chunks read from NVMe that did not verify; each is a miss.",
