@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
+from kvtier.io import cuda_row_copier
 from kvtier.io.copiers import HostCopier, open_copiers
 from kvtier.io.cuda_stream import CudaStream
 from kvtier.io.device import CudaDevice
@@ -39,8 +40,8 @@ GROUPS = {
 ROUTES = [(destination, source) for destination in (PRIMARY, SECONDARY) for source in (PRIMARY, SECONDARY, NVME)]
 
 
-def group_of(name: str) -> LayerGroup:
-    return KVLayout([GROUPS[name]] * 2, "float32", TOKENS).groups[0]
+def group_of(name: str, layers: int = 2) -> LayerGroup:
+    return KVLayout([GROUPS[name]] * layers, "float32", TOKENS).groups[0]
 
 
 class Place:
@@ -164,24 +165,23 @@ def test_what_a_layer_first_pool_does_not_have_it_says() -> None:
         _ = pool.pages
 
 
-def test_a_layer_first_pool_on_cuda_is_refused() -> None:
-    place = Place(group_of("plain"), layer_first=True)
-    with pytest.raises(ConfigError, match="on the CPU only"):
-        open_copiers(place.pools, place.staging, "cuda:0")
+@pytest.fixture(params=["block-first", "layer-first"])
+def either(request: pytest.FixtureRequest, place: Place) -> Place:
+    return place if request.param == "block-first" else Place(place.group, layer_first=True)
 
 
 @QUIET
 @given(route=st.sampled_from(ROUTES), pairs=PAIRS, num_tokens=st.integers(-1, TOKENS + 1))
 def test_the_cuda_twin_copies_the_same_bytes_on_the_stand_in(
-        place: Place, stream: CudaStream, route: tuple[int, int], pairs: list[tuple[int, int]], num_tokens: int) -> None:
-    copier = open_copiers(place.pools, place.staging, "cuda:0")[route]
+        either: Place, stream: CudaStream, route: tuple[int, int], pairs: list[tuple[int, int]], num_tokens: int) -> None:
+    copier = open_copiers(either.pools, either.staging, "cuda:0")[route]
 
     def copy(pairs: list[tuple[int, int]], num_tokens: int) -> None:
         event = stream.submit(lambda: copier.copy(pairs, num_tokens))
         assert event.wait(5.0)
         assert event.error is None
 
-    check(place, copy, route, pairs, num_tokens)
+    check(either, copy, route, pairs, num_tokens)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 2])
@@ -203,3 +203,79 @@ def test_a_run_of_neighbours_is_one_copy_for_each_section_and_one_in_all_between
         calls.clear()
         assert stream.submit(lambda route=route: copiers[route].copy(pairs)).wait(5.0)  # type: ignore[misc]
         assert len(calls) == copies
+
+
+# -- some of the layers --------------------------------------------------------------------------------------------------
+
+LAYERS = 3
+RANGES = st.sampled_from([(0, 1), (1, 2), (2, 3), (0, 2), (1, 3), (0, 3)])
+INTO_PRIMARY = [route for route in ROUTES if PRIMARY in route and route != (PRIMARY, PRIMARY)]
+
+
+@pytest.fixture(params=[(name, layer_first) for name in GROUPS for layer_first in (False, True)],
+                ids=lambda param: f"{param[0]}-{'layer' if param[1] else 'block'}-first")
+def layered(request: pytest.FixtureRequest) -> Place:
+    name, layer_first = request.param
+    return Place(group_of(name, LAYERS), layer_first)
+
+
+def check_layers(place: Place, copier: Any, route: tuple[int, int], pairs: list[tuple[int, int]], layers: tuple[int, int]) -> None:
+    """Exactly these layers of exactly these blocks have been copied, in every section."""
+    destination, source = route
+    expected = place.all()
+    before = expected[source].copy()
+    for section in place.group.sections:
+        size = section.num_bytes // LAYERS
+        columns = slice(section.offset + layers[0] * size, section.offset + layers[1] * size)
+        for from_slot, to_slot in pairs:
+            expected[destination][to_slot, columns] = before[from_slot, columns]
+    copier(pairs, layers)
+    for level, rows in expected.items():
+        np.testing.assert_array_equal(place.now(level), rows, err_msg=LEVEL_NAMES[level])
+
+
+@QUIET
+@given(route=st.sampled_from(INTO_PRIMARY), pairs=PAIRS, layers=RANGES)
+def test_some_layers_of_blocks_arrive_and_the_others_stay(
+        layered: Place, route: tuple[int, int], pairs: list[tuple[int, int]], layers: tuple[int, int]) -> None:
+    copier = open_copiers(layered.pools, layered.staging, "cpu")[route]
+    check_layers(layered, lambda pairs, layers: copier.copy(pairs, layers=layers), route, pairs, layers)
+
+
+@QUIET
+@given(route=st.sampled_from(INTO_PRIMARY), pairs=PAIRS, layers=RANGES)
+def test_the_cuda_twin_copies_the_same_layers_on_the_stand_in(
+        layered: Place, stream: CudaStream, route: tuple[int, int], pairs: list[tuple[int, int]], layers: tuple[int, int]) -> None:
+    copier = open_copiers(layered.pools, layered.staging, "cuda:0")[route]
+
+    def copy(pairs: list[tuple[int, int]], layers: tuple[int, int]) -> None:
+        event = stream.submit(lambda: copier.copy(pairs, layers=layers))
+        assert event.wait(5.0)
+        assert event.error is None
+
+    check_layers(layered, copy, route, pairs, layers)
+
+
+@pytest.mark.parametrize(("layer_first", "pairs", "calls"), [
+    (False, [(0, 4), (1, 5), (2, 6)], ["memcpy2DAsync"]),                # a run: a line for each block
+    (False, [(0, 4), (2, 6)], ["memcpyAsync"] * 2),
+    (True, [(0, 4), (2, 6)], ["memcpy2DAsync"] * 2),                     # a line for each layer
+    (True, [(0, 4), (1, 5), (2, 6), (3, 7)], ["memcpy2DAsync"] * 2),     # a longer run: a line for each block, a call for each layer
+], ids=str)
+def test_a_piece_takes_few_calls_of_cuda(stream: CudaStream, layer_first: bool, pairs: list[tuple[int, int]], calls: list[str]) -> None:
+    place = Place(group_of("plain", LAYERS), layer_first)
+    copier = open_copiers(place.pools, None, "cuda:0")[PRIMARY, SECONDARY]
+    assert stream.submit(lambda: copier.copy(pairs, layers=(1, 3))).wait(5.0)
+    assert sys.modules["cupy"].runtime.calls == calls  # type: ignore[attr-defined]
+
+
+def test_lines_too_far_apart_for_cuda_are_copied_layer_by_layer(stream: CudaStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(group_of("plain", LAYERS), layer_first=True)
+    copier = open_copiers(place.pools, None, "cuda:0")[PRIMARY, SECONDARY]
+    monkeypatch.setattr(cuda_row_copier, "MAX_PITCH", SLOTS * 256 - 1)  # of a layer of 8 blocks
+
+    def copy(pairs: list[tuple[int, int]], layers: tuple[int, int]) -> None:
+        assert stream.submit(lambda: copier.copy(pairs, layers=layers)).wait(5.0)
+
+    check_layers(place, copy, (PRIMARY, SECONDARY), [(0, 4)], (0, 3))
+    assert sys.modules["cupy"].runtime.calls == ["memcpyAsync"] * 3  # type: ignore[attr-defined]
