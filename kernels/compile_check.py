@@ -21,7 +21,7 @@ from typing import Final
 ARCHITECTURES: Final = (80, 90, 100)
 """A100, H100 and H200, B200."""
 
-_TRITON_MODULES: Final = ("kvtier.kernels.triton_append", "kvtier.kernels.triton_checksum")
+_TRITON_MODULES: Final = ("kvtier.kernels.triton_append", "kvtier.kernels.triton_checksum", "kvtier.kernels.triton_rows")
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from kvtier.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvtier.kernels.row_moves import RowPlaces
 
 
 class AppendPath(Protocol):
@@ -37,6 +40,12 @@ class DecodePath(Protocol):
                  layer_offset: int, scale: float) -> torch.Tensor: ...
 
 
+class RowsPath(Protocol):
+    """Rows of bytes from and to anywhere: :func:`kvtier.kernels.row_moves.move_rows`."""
+
+    def __call__(self, destination: RowPlaces, source: RowPlaces, pairs: torch.Tensor, num_layers: int, num_bytes: int) -> None: ...
+
+
 @dataclass(frozen=True)
 class KernelPaths:
     """The paths of one kind of device."""
@@ -44,6 +53,7 @@ class KernelPaths:
     append: AppendPath
     prefill: PrefillPath
     decode: DecodePath
+    rows: RowsPath
 
 
 @cache
@@ -55,12 +65,14 @@ def kernel_paths(device_type: str) -> KernelPaths:
     """
     from kvtier.kernels.append import append_torch
     from kvtier.kernels.attention import decode_torch, prefill_torch
+    from kvtier.kernels.row_moves import move_rows_host
 
     if device_type == "cpu":
-        return KernelPaths(append_torch, prefill_torch, decode_torch)
+        return KernelPaths(append_torch, prefill_torch, decode_torch, move_rows_host)
     if device_type == "cuda":
         from kvtier.kernels.triton_append import append_triton
+        from kvtier.kernels.triton_rows import move_rows_triton
 
         # Attention's torch paths are made of operations that every device has: right on a GPU, not fast.
-        return KernelPaths(append_triton, prefill_torch, decode_torch)
+        return KernelPaths(append_triton, prefill_torch, decode_torch, move_rows_triton)
     raise ConfigError(f"device type {device_type!r}: there are kernels for 'cpu' and 'cuda'; put the pool on one of these")

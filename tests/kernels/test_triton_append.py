@@ -35,7 +35,7 @@ def test_interpreted_it_leaves_the_same_bytes_as_the_torch_path():
 def test_it_compiles_for_every_gpu_without_spilling():
     results = list(compile_check.compile_all())
     assert {result.architecture for result in results} == {80, 90, 100}
-    assert len(results) == 18
+    assert len(results) == 27
     for result in results:
         assert result.error is None, str(result)
         assert result.cubin_bytes > 0
@@ -63,8 +63,8 @@ def test_no_offset_is_multiplied_in_32_bits():
 def test_the_check_prints_a_line_per_kernel_and_gpu(capsys):
     assert compile_check.main() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 18
-    assert all(re.search(r"^(append|checksum)/\S+ +sm_\d+ +ok: \d+ registers, 0 bytes spilled", line) for line in lines)
+    assert len(lines) == 27
+    assert all(re.search(r"^(append|checksum|rows)/\S+ +sm_\d+ +ok: \d+ registers, 0 bytes spilled", line) for line in lines)
 
 
 def test_the_check_fails_when_a_kernel_does_not_compile(capsys, monkeypatch):

@@ -23,7 +23,7 @@ LAYERS = 4
 
 
 class LayerGate:
-    """Stands before a rig's copier into the primary level: lets so many layers pass, and fails from one layer on."""
+    """Stands before a rig's copier into the primary level: lets so many layers pass, and fails at those layers that it is told."""
 
     def __init__(self, rig: Any, passes: int = 0, group: int = 0) -> None:
         copiers = rig.transfers._routes._copiers[group]
@@ -31,7 +31,7 @@ class LayerGate:
         copiers[PRIMARY, SECONDARY] = self
         self._passes = passes
         self._changed = threading.Condition()
-        self.fails_from = 1 << 30
+        self.fails: set[int] = set()  # numbers of layers
         self.copied: list[tuple[int, int] | None] = []
 
     def layer_ends(self, pairs: Sequence[tuple[int, int]], most: int) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ class LayerGate:
         end = layers[1] if layers is not None else LAYERS
         with self._changed:
             assert self._changed.wait_for(lambda: self._passes >= end, 20.0), "the test left layers held back"
-        if end > self.fails_from:
+        if end - 1 in self.fails:
             raise OSError(5, "on purpose")
         self.copied.append(layers)
         self._copier.copy(pairs, num_tokens, layers)
@@ -108,7 +108,7 @@ def test_a_listener_hears_of_each_piece(make_layered: Make, until: Callable[...,
 def test_a_move_that_fails_in_the_middle_is_not_there_in_part(make_layered: Make) -> None:
     rig = make_layered()
     gate = LayerGate(rig, passes=1)
-    gate.fails_from = 2
+    gate.fails = {2}
     fill(rig, range(2))
     rig.transfers.issue([rig.move(S[slot], P[slot]) for slot in range(2)])
     assert rig.transfers.wait(0, P[:2], 10.0, 1)
@@ -123,7 +123,7 @@ def test_a_move_that_fails_in_the_middle_is_not_there_in_part(make_layered: Make
 def test_a_copy_that_fails_at_once_is_reported_before_its_first_layer_counts(make_layered: Make) -> None:
     rig = make_layered()
     gate = LayerGate(rig, passes=LAYERS)
-    gate.fails_from = 0
+    gate.fails = {0}
     rig.transfers.issue([rig.move(S[0], P[0])])
     assert rig.transfers.wait(0, P[:1], 10.0, 1)
     assert [type(result.error) for result in rig.transfers.drain()] == [OSError]
