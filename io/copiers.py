@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from kvtier.io.copy_runs import check_slots, num_runs
+from kvtier.io.copy_tools import copy_tools
 from kvtier.io.cuda_copier import CudaCopier
 from kvtier.io.cuda_memory import Memory as AnyMemory
 from kvtier.io.cuda_stream import load_cuda
@@ -146,8 +147,8 @@ def open_copiers(pools: GroupPools, staging: HostArena | None, device: str,
     if device == "cpu":
         return {(destination, source): HostCopier(_of_host(memories[source]), _of_host(memories[destination]), pools.group)
                 for destination, source in pairs}
-    cuda = load_cuda()
-    return {(destination, source): CudaCopier(cuda, memories[source], memories[destination], pools.group)
+    tools = copy_tools(load_cuda(), device)
+    return {(destination, source): CudaCopier(tools, memories[source], memories[destination], pools.group)
             for destination, source in pairs}
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.io.copy_runs import check_slots
+from kvtier.io.copy_tools import CopyTools
 from kvtier.io.cuda_memory import CudaMemory, Memory
 from kvtier.io.cuda_row_copier import CudaRowCopier
-from kvtier.io.cuda_stream import CudaModule, current_handle
+from kvtier.io.cuda_stream import current_handle
 from kvtier.io.layer_pieces import Layers, piece_ends, pieces_on_device
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.layout import LayerGroup
@@ -16,17 +17,17 @@ from kvtier.pools.layout import LayerGroup
 class CudaCopier:
     """Copies blocks of one group between two memories: section by section, or row by row where both ends are host memory."""
 
-    def __init__(self, cuda: CudaModule, source: Memory, destination: Memory, group: LayerGroup) -> None:
+    def __init__(self, tools: CopyTools, source: Memory, destination: Memory, group: LayerGroup) -> None:
         self._tokens_per_block = group.tokens_per_block
         self._block_bytes = group.block_bytes
         self._num_layers = group.num_layers
         self._is_of_rows = isinstance(source, HostArena) and isinstance(destination, HostArena)
-        self._sections = [(section, CudaRowCopier(cuda, CudaMemory.of_section(source, number, section),
+        self._sections = [(section, CudaRowCopier(tools, CudaMemory.of_section(source, number, section),
                                                   CudaMemory.of_section(destination, number, section), section.num_bytes, group.num_layers))
                           for number, section in enumerate(group.sections)]
         self._whole = [copier for _section, copier in self._sections]
         if isinstance(source, HostArena) and isinstance(destination, HostArena):
-            self._whole = [CudaRowCopier(cuda, CudaMemory.of_rows(source), CudaMemory.of_rows(destination), group.block_bytes, 1)]
+            self._whole = [CudaRowCopier(tools, CudaMemory.of_rows(source), CudaMemory.of_rows(destination), group.block_bytes, 1)]
         self._num_sources = self._whole[0].source.num_slots
         self._num_destinations = self._whole[0].destination.num_slots
 

@@ -35,7 +35,6 @@ def _rows_kernel(
     to_row = tl.load(pairs + row * 2 + 1)
     word = tl.program_id(1).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     mask = word < num_words
-    # 64 bits in every product: pools are larger than 2**31 bytes, and a small stride comes in as 32 bits.
     from_address = source + from_row * source_stride + layer * source_layer_stride
     to_address = destination + to_row * destination_stride + layer * destination_layer_stride
     if WORD_BYTES == 8:
@@ -49,8 +48,11 @@ def _rows_kernel(
         tl.store(to_address.to(tl.pointer_type(tl.int8)) + word, bytes_, mask=mask)
 
 
+# One kernel for each width of a word: made for every shape of its numbers, it would be compiled anew in the middle of serving.
+_NUMBERS: Final = [name for name, kind in _rows_kernel.__annotations__.items() if kind == "int"]
+_rows_kernel.__annotations__.update(dict.fromkeys(_NUMBERS, "i64"))
 # Applied as a function: as a decorator it would take the kernel's types away from the type checker.
-rows_kernel = triton.jit(_rows_kernel)
+rows_kernel = triton.jit(_rows_kernel, do_not_specialize=_NUMBERS)
 
 
 def move_rows_triton(destination: RowPlaces, source: RowPlaces, pairs: torch.Tensor, num_layers: int, num_bytes: int) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from kvtier.errors import ConfigError, TransferError
 from kvtier.io.copiers import open_copiers
+from kvtier.io.copy_tools import CopyTools
 from kvtier.io.cuda_copier import CudaCopier
 from kvtier.io.cuda_memory import CudaMemory
 from kvtier.io.cuda_row_copier import CudaRowCopier
@@ -212,7 +213,7 @@ def test_no_cuda_copy_crosses_the_border_of_two_registrations(cuda: Any, stream:
     pieces = CudaMemory(memory.ctypes.data, 512, 512, 8, 3, on_host=True)
     for source, destination in ((whole, pieces), (pieces, whole)):
         cuda.runtime.calls.clear()
-        copier = CudaRowCopier(cuda, source, destination, 512, 1)
+        copier = CudaRowCopier(CopyTools(cuda.runtime), source, destination, 512, 1)
         stream.submit(lambda copier=copier: copier.copy(pairs, current_handle()))  # type: ignore[misc]
         assert len(cuda.runtime.calls) == 3
 
