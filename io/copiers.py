@@ -25,7 +25,7 @@ from kvtier.io.row_copier import Call, Numbers, RowCopier, Rows
 from kvtier.kernels.partial_copy import copy_partial_blocks
 from kvtier.pools.block_sections import BlockSection
 from kvtier.pools.device_arena import DeviceArena
-from kvtier.pools.group_pools import GroupPools
+from kvtier.pools.group_pools import BlockGroup, GroupMemory
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.layout import LayerGroup
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY
@@ -63,12 +63,12 @@ class Copier(Protocol):
 class HostCopier:
     """Copies blocks of one group between two memories of the host."""
 
-    def __init__(self, source: Memory, destination: Memory, group: LayerGroup) -> None:
+    def __init__(self, source: Memory, destination: Memory, group: BlockGroup) -> None:
         self._num_sources = num_slots(source)
         self._num_destinations = num_slots(destination)
         self._tokens_per_block = group.tokens_per_block
         self._block_bytes = group.block_bytes
-        self._num_layers = group.num_layers
+        self._num_layers = group.sections[0].shape[0]
         self._rows_of_sections = [(section_rows(source, section), section_rows(destination, section)) for section in group.sections]
         self._of_layers: dict[Layers, list[RowCopier | LayerCopier]] = {}
         by_section = [section_copier(from_rows, to_rows) for from_rows, to_rows in self._rows_of_sections]
@@ -124,7 +124,7 @@ class HostCopier:
         return sources, destinations
 
 
-def open_copiers(pools: GroupPools, staging: HostArena | None, device: str,
+def open_copiers(pools: GroupMemory, staging: HostArena | None, device: str,
                  direct: HostArena | DeviceArena | None = None) -> dict[tuple[int, int], Copier]:
     """The copiers of one group by (destination level, source level).
 
@@ -134,7 +134,9 @@ def open_copiers(pools: GroupPools, staging: HostArena | None, device: str,
         device: a device's name, as ``Device.name`` gives it.
         direct: staging memory of the direct way, on the device or (with device "cpu") the host; None without one.
     """
-    memories: dict[int, AnyMemory] = {PRIMARY: pools.primary}
+    memories: dict[int, AnyMemory] = {}
+    if pools.primary is not None:
+        memories[PRIMARY] = pools.primary
     if pools.secondary is not None:
         memories[SECONDARY] = pools.secondary
     pairs = [(destination, source) for destination in memories for source in memories]

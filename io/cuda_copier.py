@@ -10,20 +10,20 @@ from kvtier.io.cuda_memory import CudaMemory, Memory
 from kvtier.io.cuda_row_copier import CudaRowCopier
 from kvtier.io.cuda_stream import current_handle
 from kvtier.io.layer_pieces import Layers, piece_ends, pieces_on_device
+from kvtier.pools.group_pools import BlockGroup
 from kvtier.pools.host_arena import HostArena
-from kvtier.pools.layout import LayerGroup
 
 
 class CudaCopier:
     """Copies blocks of one group between two memories: section by section, or row by row where both ends are host memory."""
 
-    def __init__(self, tools: CopyTools, source: Memory, destination: Memory, group: LayerGroup) -> None:
+    def __init__(self, tools: CopyTools, source: Memory, destination: Memory, group: BlockGroup) -> None:
         self._tokens_per_block = group.tokens_per_block
         self._block_bytes = group.block_bytes
-        self._num_layers = group.num_layers
+        self._num_layers = group.sections[0].shape[0]
         self._is_of_rows = isinstance(source, HostArena) and isinstance(destination, HostArena)
         self._sections = [(section, CudaRowCopier(tools, CudaMemory.of_section(source, number, section),
-                                                  CudaMemory.of_section(destination, number, section), section.num_bytes, group.num_layers))
+                                                  CudaMemory.of_section(destination, number, section), section.num_bytes, section.shape[0]))
                           for number, section in enumerate(group.sections)]
         self._whole = [copier for _section, copier in self._sections]
         if isinstance(source, HostArena) and isinstance(destination, HostArena):

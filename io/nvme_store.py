@@ -114,9 +114,16 @@ class NvmeStore:
             for each slot what :meth:`read_block` wants as ``arrived``.
 
         Raises:
-            TransferError: the read failed; read each block on its own then, so that each gets its own answer.
+            TransferError: there are no such slots, a buffer does not fit, or the read failed; read each block on its own then, so that each
+                gets its own answer.
         """
+        slab_of(self._slabs, group, first_slot)
         slab = slab_of(self._slabs, group, first_slot + len(outs) - 1)
+        for out in outs:
+            self._require_room(slab, first_slot, out)
+            if out.nbytes != slab.geometry.payload_bytes:  # the next block would begin where this one still is
+                raise TransferError(f"group {group}, {len(outs)} slots from {first_slot} on: a buffer of {out.nbytes} bytes; read ahead "
+                                    f"takes {slab.geometry.payload_bytes} for each")
         with self._busy():
             try:
                 return slab.read_ahead(first_slot, outs)
@@ -287,6 +294,11 @@ class NvmeStore:
             blocks = [block._replace(hits=block.hits + hits.get((block.group, block.slot), 0)) for block in blocks]
         return blocks
 
+    def stored_key(self, group: int, slot: int) -> bytes | None:
+        """Key of the block in a slot; None where none is stored or the slot is in quarantine. From memory: never waits for the disk."""
+        row = self._manifest.row(group, slot)
+        return None if row is None or self.is_quarantined(group, slot) else row.key
+
     @property
     def accepts_writes(self) -> bool:
         """False for a while after the drive refused a write (30 s, doubling up to 10 minutes), and once closed."""
@@ -370,14 +382,17 @@ class NvmeStore:
 
     def _readable_into(self, group: int, slot: int, out: BlockTarget) -> SlabFile:
         slab = slab_of(self._slabs, group, slot)
-        reason = unreadable_into(out, slab.geometry)
-        if reason is not None:
-            raise TransferError(f"group {group}, slot {slot}: cannot read into {reason}")
+        self._require_room(slab, slot, out)
         return slab
 
+    @staticmethod
+    def _require_room(slab: SlabFile, slot: int, out: BlockTarget) -> None:
+        reason = unreadable_into(out, slab.geometry)
+        if reason is not None:
+            raise TransferError(f"group {slab.group}, slot {slot}: cannot read into {reason}")
+
     def _is_stored(self, group: int, slot: int, key: bytes) -> bool:
-        row = self._manifest.row(group, slot)
-        return row is not None and row.key == key and not self.is_quarantined(group, slot)
+        return self.stored_key(group, slot) == key
 
     def _require_stored(self, group: int, slot: int, key: bytes) -> None:
         row = self._manifest.row(group, slot)

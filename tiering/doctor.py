@@ -21,7 +21,7 @@ import kvtier
 from kvtier.errors import ConfigError
 from kvtier.io.direct_file import refuses_direct
 from kvtier.io.gds_probe import MEMORY_FILE_SYSTEMS, NO_GDS_FILE_SYSTEMS, obstacle, try_directory
-from kvtier.io.store_directory import occupied_bytes
+from kvtier.io.rank_directories import occupied_by_ranks
 from kvtier.pools.host_memory import free_disk_bytes, host_memory, memlock_limit, mount_of, shared_memory, usable_cpus
 from kvtier.pools.sizing import SizeKind, format_bytes, parse_sizes
 from kvtier.tiering.config import TierConfig
@@ -228,9 +228,11 @@ def _file_system(folder: Path) -> Finding:
 
 
 def _free_space(folder: Path, config: TierConfig | None) -> Finding:
-    free = free_disk_bytes(folder) + occupied_bytes(folder)
+    free = free_disk_bytes(folder) + occupied_by_ranks(folder)
     reserve = config.nvme_free_space_reserve_bytes if config is not None else 0
     wanted = sum(int(size.amount) for size in parse_sizes(config.nvme, "nvme") if size.kind is SizeKind.BYTES) if config else 0
+    if config is not None and config.size_scope == "rank":
+        wanted *= config.num_ranks
     found = f"{format_bytes(free)} free (kvtier's own files count as free), of which {format_bytes(reserve)} are kept free"
     if free < reserve:
         return Finding("free space", Status.FAIL, found, "free space there, or lower nvme_free_space_reserve")

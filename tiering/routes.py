@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.errors import TransferError
 from kvtier.io.copiers import DIRECT, Copier, open_copiers
-from kvtier.pools.group_pools import GroupPools
+from kvtier.pools.group_pools import GroupMemory
 from kvtier.pools.pool_index import LEVEL_NAMES, NVME, PRIMARY, SECONDARY, PoolIndex, level_of
 from kvtier.tiering.debug_path import DebugPath
 from kvtier.tiering.direct_writes import WRITE_ROWS
@@ -36,7 +36,7 @@ class Routes:
         ConfigError: no memory for the staging blocks.
     """
 
-    def __init__(self, device: str, pools: Sequence[GroupPools], has_store: bool, staging_blocks: int, staging_bytes: int,
+    def __init__(self, device: str, pools: Sequence[GroupMemory], has_store: bool, staging_blocks: int, staging_bytes: int,
                  gds: GdsPath | None, debug: DebugPath | None) -> None:
         self._has_store = has_store
         self._debug = debug

@@ -20,7 +20,8 @@ from kvtier.io.copiers import DIRECT
 from kvtier.io.device import Device
 from kvtier.io.incident import Incident
 from kvtier.io.streams import Event
-from kvtier.pools.group_pools import GroupPools
+from kvtier.pools.group_pools import GroupMemory
+from kvtier.pools.layout import LayerGroup
 from kvtier.pools.nvme_geometry import NvmeGeometry
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, PoolIndex, level_of, pool_index, slot_of
 from kvtier.tiering.copy_batch import CopyBatch, FaultPoint
@@ -67,7 +68,7 @@ class TransferManager(TransferWaiting):
         ConfigError: fewer than one read thread or staging block, no memory for the staging blocks, or no thread to be had.
     """
 
-    def __init__(self, device: Device, pools: Sequence[GroupPools], store: BlockStore | None, *,
+    def __init__(self, device: Device, pools: Sequence[GroupMemory], store: BlockStore | None, *,
                  faults: FaultPoint | None = None, read_threads: int = 2, staging_blocks: int = 4, staging_bytes: int = 0,
                  gds: GdsPath | None = None, debug: DebugPath | None = None, check_order: bool = False,
                  write_bytes_per_second: float | None = None, layer_pieces: int = 1) -> None:
@@ -76,7 +77,7 @@ class TransferManager(TransferWaiting):
                               "or nothing would ever be read from NVMe")
         super().__init__(device, len(pools), check_order)
         self._block_bytes = [pool.group.block_bytes for pool in pools]
-        self._layers = [pool.group.layers for pool in pools]
+        self._layers = [pool.group.layers if isinstance(pool.group, LayerGroup) else range(1) for pool in pools]  # of the model
         self._faults = faults
         self._layer_pieces = layer_pieces
         self._open: dict[int, CopyBatch] = {}

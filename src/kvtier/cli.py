@@ -21,6 +21,7 @@ import typer
 
 from kvtier import __version__
 from kvtier.cli_store import store
+from kvtier.cli_tune import add_commands
 from kvtier.errors import ConfigError, KVTierError, RequestError
 from kvtier.exit_codes import CHECK_FAILED, INTERRUPTED, TERMINATED, USED_WRONGLY
 
@@ -29,6 +30,7 @@ app = typer.Typer(name="kvtier", no_args_is_help=True, add_completion=False, pre
 bench = typer.Typer(no_args_is_help=True, help="Measure this machine: the limit first, then kvtier beside it.")
 app.add_typer(bench, name="bench")
 app.add_typer(store, name="store")
+add_commands(app)  # replay, tune
 
 
 def _json_file(text: str) -> Path:

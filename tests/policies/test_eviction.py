@@ -227,6 +227,16 @@ def test_the_coldest_content_is_listed_in_the_order_in_which_it_would_be_given_u
     assert levels.queues.coldest(PRIMARY, 81, 100) == []
 
 
+def test_content_is_counted_by_priority(levels: Level8And4) -> None:
+    levels.claim_front()
+    levels.release(0, priority=80)
+    levels.claim_front()
+    levels.release(1, priority=0)
+    levels.claim_front(SECONDARY)
+    assert levels.queues.content_by_priority(PRIMARY) == {0: 1, 35: 6, 80: 1}
+    assert levels.queues.content_by_priority(SECONDARY) == {35: 3}
+
+
 def test_backings_are_given_up_oldest_first() -> None:
     queues = EvictionQueues(1)
     records = [QueueRecord() for _ in range(3)]

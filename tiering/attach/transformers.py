@@ -50,6 +50,7 @@ def _installed_version() -> str:
 
 check_version(_installed_version())
 
+from kvtier.tiering.attach.claims import claim, release  # noqa: E402 - below the check of the version, like what follows
 from kvtier.tiering.attach.transformers_forward import ATTENTION_NAME, STEP_KEYWORD, PagedStep, register  # noqa: E402 - needs transformers
 
 
@@ -107,7 +108,9 @@ class AttachedModel:
         if model.device != pool.pages.device:
             raise ConfigError(f"the model is on {model.device}, the pool on {pool.pages.device}; move one: "
                               "model.to(...) or device=...")
+        claim(pool, "this pool", f"an attached {type(model).__name__}", "detach() that model first")
         register()
+        self._pool = pool
         self.model = model
         self._pages = pool.pages
         self._num_layers, self._kv_factor = group.num_layers, group.kv_factor
@@ -129,6 +132,7 @@ class AttachedModel:
         if self.model.config._attn_implementation == ATTENTION_NAME:
             self.model.set_attn_implementation(self._previous_attention)
             self.model.train(self._was_training)
+            release(self._pool)
 
     @property
     def vocabulary_size(self) -> int:
@@ -136,30 +140,30 @@ class AttachedModel:
         size: int = self.model.config.vocab_size
         return size
 
-    def prefill(self, tokens: Sequence[int], past: int, table_row: torch.Tensor) -> torch.Tensor:
+    def prefill(self, tokens: Sequence[int], past: int, *table_rows: torch.Tensor) -> torch.Tensor:
         """Compute one chunk of one sequence.
 
         Args:
             tokens: the tokens at positions ``past``, ``past + 1``, ...
             past: how many tokens of the sequence are in the pool already.
-            table_row: int32 ``[2, max_blocks]``, the sequence's row of the block table.
+            table_rows: int32 ``[2, max_blocks]``, the sequence's row of the block table of the model's one group.
 
         Returns:
             Logits after the chunk's last token, ``[vocabulary]``.
         """
         device = self._pages.device
         positions = torch.arange(past, past + len(tokens), dtype=torch.int32, device=device)
-        step = PagedStep(self._pages, self._num_layers, self._kv_factor, self._layer_positions, table_row[None],
+        step = PagedStep(self._pages, self._num_layers, self._kv_factor, self._layer_positions, table_rows[0][None],
                          torch.zeros_like(positions), positions, past=past)
         return self._forward(torch.tensor([tokens], dtype=torch.long, device=device), positions[None], step)[0]
 
-    def decode(self, tokens: Sequence[int], pasts: Sequence[int], table: torch.Tensor) -> torch.Tensor:
+    def decode(self, tokens: Sequence[int], pasts: Sequence[int], *tables: torch.Tensor) -> torch.Tensor:
         """Compute one new token for each of several sequences.
 
         Args:
             tokens: the newest token of each sequence.
             pasts: how many tokens of each sequence are in the pool already: the position of its newest token.
-            table: int32 ``[sequences, 2, max_blocks]``.
+            tables: int32 ``[sequences, 2, max_blocks]``, the block table of the model's one group.
 
         Returns:
             Logits ``[sequences, vocabulary]``.
@@ -167,7 +171,7 @@ class AttachedModel:
         device = self._pages.device
         positions = torch.tensor(pasts, dtype=torch.int32, device=device)
         rows = torch.arange(len(tokens), dtype=torch.int32, device=device)
-        step = PagedStep(self._pages, self._num_layers, self._kv_factor, self._layer_positions, table, rows, positions,
+        step = PagedStep(self._pages, self._num_layers, self._kv_factor, self._layer_positions, tables[0], rows, positions,
                          lengths=positions + 1)
         return self._forward(torch.tensor(tokens, dtype=torch.long, device=device)[:, None], positions[:, None], step)
 

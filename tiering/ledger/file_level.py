@@ -80,8 +80,7 @@ class FileLevel(LevelTable):
             if len(unconfirmed) > 0 and block.id in unconfirmed:
                 is_complete = False  # a crash would leave it behind as if it were good
                 continue
-            if (block.nvme_backing is not None or block.node is None or block.num_tokens != self.tokens_per_block
-                    or not block.node.namespace.is_persistent or block.queue == NOT_QUEUED):
+            if block.nvme_backing is not None or block.queue == NOT_QUEUED or not self._may_be_kept(block):
                 continue
             if self.writes_in_flight >= most:
                 return False
@@ -101,6 +100,11 @@ class FileLevel(LevelTable):
             self._set_busy(target)
             self.writes_in_flight += 1
         return is_complete
+
+    def _may_be_kept(self, block: Block) -> bool:
+        """Whether this content may lie in a file at all: a full block whose key means the same after a restart."""
+        node = block.node
+        return node is not None and block.num_tokens == self.tokens_per_block and node.namespace.is_persistent
 
     def _copy_down(self, block: Block) -> Block | None:
         """Give primary content a secondary backing, if that costs no other block its only copy."""
@@ -147,7 +151,7 @@ class FileLevel(LevelTable):
             return None
         self.queues.claim(victim)
         if victim.owner is not None:
-            victim.leave_owner()
+            self._give_up_copy(victim)
         elif victim.has_content:
             self.drop(victim)
             self.counters.dropped += 1
@@ -202,7 +206,7 @@ class FileLevel(LevelTable):
         handle = self.holders[NVME][slot]
         self.queues.claim(handle)
         if handle.owner is not None:
-            handle.leave_owner()
+            self._give_up_copy(handle)
         elif handle.has_content:
             self.drop(handle)
         if slot not in self.quarantined:
@@ -259,7 +263,7 @@ class FileLevel(LevelTable):
         source, target = self._end_transfer(move)
         if level_of(move.destination) == NVME:
             if target.owner is not None:
-                target.leave_owner()
+                self._give_up_copy(target)
             self._end_write(source, target)
             return None
         lost = target if target.generation == move.destination_generation else None
@@ -270,7 +274,7 @@ class FileLevel(LevelTable):
                 lost.leave_owner()  # its owner was read from here; that Move fails too and says so
         if level_of(move.source) == NVME:
             if source.owner is not None:
-                source.leave_owner()
+                self._give_up_copy(source)
             self._settle_after_busy(source)
         if lost is None:
             self._settle_after_busy(target)
