@@ -198,7 +198,7 @@ class TierCore:
         with self.locked():
             faults = self.config.faults.counts() if self.config.faults is not None else {}
             return self._statistics.stats(self._events.dropped, self._prefill_rate, faults, gds, loading=self._loading.stats(),
-                                          prefetch=self._prefetched, store=store)
+                                          prefetch=self._prefetched, store=store, copy_paths=self.transfers.copy_paths)
 
     def iteration_stats(self) -> IterationStats:
         """What was counted between the last two calls of :meth:`refresh`, and the levels at the second one."""

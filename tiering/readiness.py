@@ -160,9 +160,10 @@ class Readiness(TierCore):
 
     def _wait_layer(self, stream: EngineStream | None, step: Step, layer: int) -> list[int]:
         """See ``Step.wait_layer``."""
-        num_layers = leading_layers(self.layout, layer)
-        if not any(step.late):
+        if not any(step.late):  # as a rule: asked for every layer
+            self.layout.place_of_layer(layer)
             return step.lost
+        num_layers = leading_layers(self.layout, layer)
         step.late = self._order(stream, step.late, step.num_layers, num_layers, f"wait_layer({layer}): copies for requests {list(step)}")
         step.num_layers = [max(before, now) for before, now in zip(step.num_layers, num_layers, strict=True)]
         with self.locked() as ledger:
@@ -203,7 +204,8 @@ class Readiness(TierCore):
                     raise CapacityError(f"request {request_id}: a block that could not be read cannot be replaced, no primary block is "
                                         "free; remove this sequence and admit it again", 1, 0, [request_id])
                 if _is_within(_indices(ledger, sequence), indices):
-                    if self._has_arrived(indices, [WHOLE] * len(num_layers)):
+                    whole = [WHOLE] * len(num_layers)
+                    if num_layers == whole or self._has_arrived(indices, whole):
                         ledger.deliver(sequence)
                     else:
                         ledger.report(sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 
 from kvtier.pools.layout import KVLayout
@@ -51,5 +52,5 @@ def leading_layers(layout: KVLayout, layer: int | None) -> list[int]:
     if layer is None:
         return [WHOLE] * len(layout.groups)
     layout.place_of_layer(layer)
-    counts = [sum(1 for number in group.layers if number <= layer) for group in layout.groups]
+    counts = [bisect_right(group.layers, layer) for group in layout.groups]
     return [WHOLE if count == group.num_layers else count for count, group in zip(counts, layout.groups, strict=True)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -343,6 +343,11 @@ class TransferManager(TransferWaiting):
         """Counters by "source->destination" level names, such as ``"secondary->primary"``; routes never used are absent."""
         with self._lock:
             return self._completed.counters()
+
+    @property
+    def copy_paths(self) -> Mapping[str, str]:
+        """By direction ("host to device"), how copies of many units go on this device; empty where there is nothing to choose."""
+        return self._routes.copy_paths
 
     def verify(self) -> None:
         """With ``check_order``, raise LedgerError when nothing ordered two uses of a slot."""

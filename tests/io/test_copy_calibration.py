@@ -20,6 +20,7 @@ from kvtier.errors import TransferError
 from kvtier.io import copy_calibration, copy_tools
 from kvtier.io.copy_calibration import CopyTrial, main, measure
 from kvtier.io.copy_paths import CopyPath, CopyPaths, Direction, decide
+from kvtier.io.copy_report import measured_elsewhere
 from kvtier.io.copy_tools import CopyTools
 
 RUNS, BATCH, KERNEL = CopyPath.RUNS, CopyPath.BATCH, CopyPath.KERNEL
@@ -177,3 +178,23 @@ def test_the_command_says_what_was_chosen_or_why_nothing(
     assert main(["cuda:0"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "paths": {"host to device": "kernel, one batch from 64 KiB"}, "reason": "", "missing": {}}
+
+
+def test_another_process_measures(tmp_path: Path) -> None:
+    script = tmp_path / "says.py"
+
+    def asked(text: str, patience: float = 20.0) -> tuple[dict[str, str], str]:
+        script.write_text(text)
+        return measured_elsewhere("cuda:3", patience=patience, command=(sys.executable, str(script)))
+
+    says = "import json, sys; print('noise'); print(json.dumps({'paths': {'up': sys.argv[1]}, 'reason': ''}))"
+    assert asked(says) == ({"up": "cuda:3"}, "")
+    assert asked("import sys; sys.exit('no luck')") == ({}, "measuring ended with exit code 1: no luck")
+    assert asked("import time; time.sleep(60)", 0.2)[1].startswith("measuring did not end within")
+    assert measured_elsewhere("cuda:3", command=(str(tmp_path / "missing"),))[1].startswith("measuring cannot be started")
+
+
+def test_the_real_command_says_why_there_is_nothing_here() -> None:
+    paths, reason = measured_elsewhere("cuda:0")
+    assert paths == {} or torch.cuda.is_available()
+    assert reason or torch.cuda.is_available()
