@@ -19,7 +19,7 @@ LEAST_UNIT_BYTES: Final = 256 << 10
 or a descriptor."""
 
 LEAST_PIECE_BYTES: Final = 4 << 20
-"""A piece of all blocks together, on CUDA: below about 0.1 ms of a link's time nobody would notice that it came earlier."""
+"""A piece of all blocks together, on CUDA: a smaller one takes a link so little time that nobody would notice that it came earlier."""
 
 
 def piece_ends(num_layers: int, num_pieces: int) -> tuple[int, ...]:

@@ -33,6 +33,8 @@ class Readiness(TierCore):
 
     def __init__(self, layout: KVLayout, config: TierConfig, device: str = "cpu", model: str | None = None) -> None:
         super().__init__(layout, config, device, model)
+        # A sequence that loses blocks gets its running state back at once, as a copy of a kept one. No step may be writing it then.
+        self._has_states = any(group.kind == "recurrent" for group in layout.groups)
         self._stepping: dict[int, int] = {}         # ids that take part in running steps, and in how many
         self._ended_in_step: dict[int, bool] = {}   # removed meanwhile: store or not
 
@@ -109,7 +111,7 @@ class Readiness(TierCore):
         read until :meth:`wait_ready` has said so. ``stream`` is the engine's CUDA stream; None on the CPU.
 
         With ``layer`` (0, as a rule) the engine is ordered behind model layers 0 to ``layer`` only, and before it uses a later one it calls
-        ``wait_layer`` of what is yielded::
+        ``wait_layer`` of what is yielded. Models with recurrent layers begin with everything there all the same::
 
             with cache.step(stream, ids, layer=0) as ready:
                 for layer in range(num_layers):
@@ -123,6 +125,8 @@ class Readiness(TierCore):
         """
         arguments.sequence_of("ids", ids)
         num_layers = leading_layers(self.layout, layer)
+        if self._has_states:
+            num_layers = [WHOLE] * len(num_layers)
         self._submit()
         with self.locked() as ledger:
             if ledger.paused:

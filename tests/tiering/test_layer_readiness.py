@@ -7,12 +7,16 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
+from crew import Crew
 from toy_engine import MakeCache, ToyEngine, tokens_of
 
-from kvtier import KVCacheManager, KVLayout, LayerSpec, Request
+from kvtier import CapacityError, KVCacheManager, KVLayout, LayerSpec, Request
 from kvtier.errors import ConfigError, RequestError, TransferError
 from kvtier.io import layer_pieces
 from kvtier.io.copiers import HostCopier
@@ -292,6 +296,28 @@ def test_only_the_groups_of_the_layers_asked_for_are_waited_for(make_cache: Make
     cache.verify()
 
 
+def test_with_recurrent_layers_a_step_begins_when_everything_is_there(make_cache: MakeCache, opened: list[LayerGate]) -> None:
+    """After a failure the running state is restored at once: a step that had begun would write what it made of nothing over it."""
+    layout = KVLayout([LayerSpec.recurrent(64, 4), LayerSpec.attention(1, 8), LayerSpec.attention(1, 8)], "float32", 4)
+    cache = make_cache(6, 8, layout=layout)
+    for request_id, prompt in ((1, PROMPT), (2, tokens_of(5, 24))):
+        cache.add_sequence(Request(request_id, prompt))
+        cache.mark_computed(request_id, len(prompt))
+        cache.remove_sequence(request_id)
+    assert cache.transfers.idle(10.0)
+    gate = LayerGate(cache, group=0)  # attention comes first
+    opened.append(gate)
+    gate.let_pass(1)
+    assert cache.add_sequence(Request(3, PROMPT)).prepopulated_tokens == 12
+    timer = threading.Timer(0.05, gate.let_pass, [2])
+    timer.start()
+    with cache.step(None, [3], layer=0) as step:
+        assert step == [3]
+        assert cache.is_ready(3)
+        assert not any(step.late)
+    timer.join()
+
+
 @pytest.mark.parametrize("layer", [-1, LAYERS, True, "first"])
 def test_a_layer_that_there_is_not_is_refused(make_cache: MakeCache, layer: Any) -> None:
     cache = make_cache(8, 4, layout=LAYOUT)
@@ -347,3 +373,45 @@ def test_random_runs_layer_by_layer_with_failures_in_the_middle_never_serve_a_wr
     assert (stats.leases, stats.sequences) == (0, 0)
     assert engine.lost_in_step > 0, "no failure met a running step: the example is too tame"
     assert sum(stats.hit_tokens) > 200
+
+
+def test_engines_that_share_a_cache_read_layer_by_layer_while_loads_fail(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = random.Random(1)
+    copy = HostCopier.copy
+
+    def copy_or_fail(copier: HostCopier, pairs: Any, num_tokens: int = 0, layers: Any = None) -> None:
+        if layers is not None and layers[0] > 0:
+            time.sleep(0.001)
+            if generator.random() < 0.1:
+                raise OSError(5, "on purpose")
+        copy(copier, pairs, num_tokens, layers)
+
+    monkeypatch.setattr(HostCopier, "copy", copy_or_fail)
+    cache = make_cache(20, 20, layout=LAYOUT, faults=Faults([FaultRule(FaultKind.DELAY, FaultOperation.COPY, rate=0.1, seconds=0.001)]))
+    guard = threading.Lock()
+    engines = [ToyEngine(cache, guard, layered=True) for _ in range(3)]
+    crew = Crew(0.5, lambda: sum(engine.lost_in_step for engine in engines) > 5)
+    numbers = count()
+    for number, engine in enumerate(engines):
+        crew.add(f"engine {number}", partial(serve_one, engine, numbers, random.Random(number)))
+    crew.run()
+    assert sum(engine.checked_tokens for engine in engines) > 100
+    cache.verify()
+    assert cache.stats().sequences == 0
+
+
+def serve_one(engine: ToyEngine, numbers: Iterator[int], generator: random.Random) -> None:
+    """One request to its end, or given up where there is no room."""
+    number = next(numbers)
+    try:
+        engine.admit(Request(number, [*tokens_of(generator.randrange(5), 21), generator.randrange(3)]))
+    except CapacityError:
+        time.sleep(0.001)
+        return
+    with suppress(CapacityError):
+        for _ in range(2):
+            if not engine.sequences[number].is_told:
+                engine.learn(number)
+            if engine.forward([number]) != [number]:
+                engine.sequences[number].is_told = False
+    engine.remove(number)
