@@ -30,6 +30,7 @@ _TRITON_MODULES: Final = (
     "kvtier.kernels.triton_nvfp4",
     "kvtier.kernels.triton_partial_copy",
     "kvtier.kernels.triton_prefill",
+    "kvtier.kernels.triton_row_moves",
     "kvtier.kernels.triton_scatter",
     "kvtier.kernels.triton_value_tail",
 )
