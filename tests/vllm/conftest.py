@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,6 +94,6 @@ def conversations(seed: int, count: int, *, families: int = 6, shortest: int = 1
 
 
 @pytest.fixture
-def nvme(tmp_path: Path) -> Iterator[dict[str, str]]:
+def nvme(tmp_path: Path) -> dict[str, str]:
     """Settings of an NVMe level in a fresh folder."""
-    yield {"nvme": "512MiB", "nvme_directory": str(tmp_path / "store"), "nvme_free_space_reserve": "0MiB"}
+    return {"nvme": "512MiB", "nvme_directory": str(tmp_path / "store"), "nvme_free_space_reserve": "0MiB"}

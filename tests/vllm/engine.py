@@ -149,12 +149,15 @@ def settled(engine: Engine) -> dict[str, dict[str, int]]:
 
 
 @contextmanager
-def server(model: Path, tier: dict[str, Any] | None, port: int, *, start_seconds: float = 240.0) -> Iterator[subprocess.Popen[bytes]]:
+def server(model: Path, tier: dict[str, Any] | None, port: int, *, num_gpu_blocks_override: int = 160,
+           start_seconds: float = 240.0) -> Iterator[subprocess.Popen[bytes]]:
     """``vllm serve`` on this port, until the block ends."""
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(port), "--host", "127.0.0.1", "--dtype",
-               "float32", "--max-model-len", "2048", "--enforce-eager", "--block-size", str(BLOCK), "--num-gpu-blocks-override", "160"]
+    options = {"port": port, "host": "127.0.0.1", "dtype": "float32", "max-model-len": 1024, "block-size": BLOCK,
+               "num-gpu-blocks-override": num_gpu_blocks_override}
     if tier is not None:
-        command += ["--kv-transfer-config", json.dumps(tier_line(**tier))]
+        options["kv-transfer-config"] = json.dumps(tier_line(**tier))
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--enforce-eager",
+               *(f"--{name}={value}" for name, value in options.items())]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment(own_core=True), start_new_session=True,
                                    cwd=tempfile.gettempdir())

@@ -106,7 +106,8 @@ class ChildEngine:
     def flush(self, timeout: float = 30.0) -> bool:
         return bool(self._index().flush(timeout))
 
-    def storm(self, prompts: list[list[int]], max_tokens: int, seed: int, abort_share: float, reset_share: float = 0.0) -> list[dict[str, Any]]:
+    def storm(self, prompts: list[list[int]], max_tokens: int, seed: int, abort_share: float,
+              reset_share: float = 0.0) -> list[dict[str, Any]]:
         """Serve prompts in random waves, give some up in mid-air, and now and then forget everything on all levels."""
         rng = random.Random(seed)
         results: list[dict[str, Any]] = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,7 +54,8 @@ def test_a_folder_of_another_model_block_size_or_engine_is_refused_by_name(hybri
 def test_a_prefix_longer_than_the_host_level_still_hits(uniform: Path, nvme: dict[str, str]) -> None:
     prompts = [random.Random(seed).choices(range(3, VOCABULARY), k=900) for seed in (40, 41)]
     with Engine(uniform, {"secondary": "12 blocks", **nvme}) as engine:
-        right = engine.generate(prompts=prompts, max_tokens=STOPPED_AT, parameters=[{"kvtier": {"skip_read": True, "skip_write": True}}] * 2)
+        without = {"kvtier": {"skip_read": True, "skip_write": True}}
+        right = engine.generate(prompts=prompts, max_tokens=STOPPED_AT, parameters=[without, without])
         engine.reset()
         for turn in range(3):
             for number, prompt in enumerate(prompts):
@@ -95,10 +98,14 @@ def test_a_store_that_never_ends_is_given_up(hybrid: Path, short_prompts: list[l
         assert stats["lost"] + stats["expired_jobs"] > 0
 
 
+def serve_for_ever(engine: Engine) -> None:
+    for seed in itertools.count():
+        engine.generate(prompts=conversations(seed, 8), max_tokens=STOPPED_AT)
+
+
 @pytest.mark.slow
 def test_killed_in_the_middle_of_everything_it_starts_again_warm_and_right(hybrid: Path, short_prompts: list[list[int]],
                                                                           right: list[dict[str, object]], nvme: dict[str, str]) -> None:
-    import threading
     tier = {"secondary": "64MiB", **nvme}
     for _ in range(2):
         engine = Engine(hybrid, tier, own_core=True)
@@ -106,8 +113,7 @@ def test_killed_in_the_middle_of_everything_it_starts_again_warm_and_right(hybri
         killer = threading.Timer(0.4, engine.kill)
         killer.start()
         with pytest.raises((EngineDied, OSError)):
-            for seed in range(1000):
-                engine.generate(prompts=conversations(seed, 8), max_tokens=STOPPED_AT)
+            serve_for_ever(engine)
         killer.join()
         engine.close()
     with Engine(hybrid, tier) as engine:

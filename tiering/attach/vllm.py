@@ -14,7 +14,13 @@ import logging
 from typing import Any
 
 from kvtier.errors import ConfigError
+from kvtier.tiering.attach.vllm_facts import collect_facts, leave_facts
 from kvtier.tiering.attach.vllm_interface import check_interface, check_version, installed_version, supported
+from kvtier.tiering.attach.vllm_settings import VllmSettings, read_settings
+from kvtier.tiering.config import TierConfig
+from kvtier.tiering.tier_index import TierIndex
+from kvtier.tiering.tier_plan import TierPlan
+from kvtier.tiering.tier_worker import TierWorker
 
 _VERSION = installed_version()
 check_version(_VERSION)
@@ -38,17 +44,10 @@ except ImportError as error:
     raise ConfigError(f"vLLM {_VERSION}: its offloading interface is not where this adapter looks for it ({error}). Supported: "
                       f"{supported()}") from error
 
-from kvtier.tiering.attach.vllm_facts import collect_facts, leave_facts
-from kvtier.tiering.attach.vllm_settings import VllmSettings, read_settings
-from kvtier.tiering.config import TierConfig
-from kvtier.tiering.tier_index import TierIndex
-from kvtier.tiering.tier_plan import TierPlan
-from kvtier.tiering.tier_worker import TierWorker
-
 _log = logging.getLogger(__name__)
 
 
-class TieredSpec(OffloadingSpec):
+class TieredSpec(OffloadingSpec):  # type: ignore[misc] # without vLLM it is Any
     """What vLLM asks for a manager and for workers. See the module.
 
     Raises:

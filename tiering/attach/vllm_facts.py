@@ -88,8 +88,8 @@ def collect_facts(engine_id: str, ranks: int, folder: Path = SHARED_MEMORY) -> F
     found = [_read(_file(engine_id, rank, folder)) for rank in range(ranks)]
     missing = [str(rank) for rank, facts in enumerate(found) if facts is None]
     if missing:
-        raise ConfigError(f"ranks {', '.join(missing)} of {ranks} have not registered their pages on this node; one engine over several nodes "
-                          "is not supported: run it on one, or without the tier")
+        raise ConfigError(f"ranks {', '.join(missing)} of {ranks} have not registered their pages on this node; one engine over several "
+                          "nodes is not supported: run it on one, or without the tier")
     first = found[0]
     assert first is not None
     for rank, facts in enumerate(found):

@@ -80,7 +80,8 @@ def check_interface(pairs: Iterable[tuple[type, type]], version: str) -> None:
 
 def _answers(own: object, theirs: object) -> bool:
     """Whether ``own`` can be called with all parameters of ``theirs``, by position and by keyword."""
-    assert callable(own) and callable(theirs)
+    assert callable(own)
+    assert callable(theirs)
     ours = inspect.signature(own).parameters
     asked = inspect.signature(theirs).parameters
     takes_any = {parameter.kind for parameter in ours.values()} & {inspect.Parameter.VAR_KEYWORD}

@@ -55,7 +55,7 @@ MEDIUMS: Final = {Level.SECONDARY: Medium.CPU, Level.NVME: Medium.STORAGE}
 
 
 @dataclass
-class TierTransfer(LoadStoreSpec):
+class TierTransfer(LoadStoreSpec):  # type: ignore[misc] # without vLLM it is Any
     """What vLLM carries from the scheduler to its workers: the parts of one transfer, by group."""
 
     parts: tuple[Part, ...]
@@ -70,7 +70,7 @@ class _Loading:
     from_nvme: set[OffloadKey] = field(default_factory=set)
 
 
-class TieredManager(OffloadingManager):
+class TieredManager(OffloadingManager):  # type: ignore[misc] # without vLLM it is Any
     """An engine's tier, as vLLM's scheduler asks it. All calls but :meth:`shutdown` come from the scheduler's thread.
 
     Args:
@@ -194,7 +194,8 @@ class TieredManager(OffloadingManager):
             return
         for event in self.index.poll_events():
             keys = [make_offload_key(key, self._group_ids[event.group]) for key in event.keys]
-            yield OffloadingEvent(keys, MEDIUMS[event.level], removed=event.is_removed, locality=Locality.LOCAL, removal_expected=True)
+            yield OffloadingEvent(keys, MEDIUMS[Level(event.level)], removed=event.is_removed, locality=Locality.LOCAL,
+                                  removal_expected=True)
 
     def get_stats(self) -> OffloadingConnectorStats:
         return self._metrics.take(self.index.stats())

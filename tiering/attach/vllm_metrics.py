@@ -63,7 +63,8 @@ COUNTERS: Final = (
 GAUGES: Final = (
     _Gauge("vllm:kv_offload_cpu_cache_usage_perc", "Share of the host level that transfers and leases hold.",
            lambda stats: (stats.secondary.used_blocks + stats.secondary.busy_blocks) / max(stats.secondary.max_blocks, 1)),
-    _Gauge("vllm:kv_offload_kvtier_host_chunks", "Chunks in host memory.", lambda stats: stats.secondary.evictable_blocks + stats.secondary.used_blocks),
+    _Gauge("vllm:kv_offload_kvtier_host_chunks", "Chunks in host memory.",
+           lambda stats: stats.secondary.evictable_blocks + stats.secondary.used_blocks),
     _Gauge("vllm:kv_offload_kvtier_nvme_chunks", "Chunks on NVMe.", lambda stats: stats.nvme.evictable_blocks + stats.nvme.backing_blocks),
     _Gauge("vllm:kv_offload_kvtier_leases", "Chunks leased to requests.", lambda stats: stats.leases),
 )

@@ -72,8 +72,8 @@ def _without_nvme(vllm_config: VllmConfig, settings: VllmSettings) -> str:
         return (f"prefix_caching_hash_algo={algorithm!r} starts from another seed in each process and may collide; use "
                 f"{' or '.join(CRYPTOGRAPHIC)}")
     if vllm_config.lora_config is not None and not settings.trusted_lora_names:
-        return ('vLLM names adapters by name only, and a name may stand for other weights tomorrow; set "trusted_lora_names": true if yours '
-                "never do")
+        return ('vLLM knows adapters by name only, and a name may stand for other weights tomorrow; set "trusted_lora_names": true if '
+                "yours never do")
     return ""
 
 

@@ -41,7 +41,7 @@ class _Transfer:
     seconds: float = 0.0
 
 
-class TieredWorker(OffloadingWorker):
+class TieredWorker(OffloadingWorker):  # type: ignore[misc] # without vLLM it is Any
     """One rank's transfers.
 
     Args:
@@ -125,8 +125,8 @@ class TieredWorker(OffloadingWorker):
             if not stuck or self.worker.wait(transfer.left, 0.0):
                 continue
             if not transfer.is_store:
-                raise TransferError("a copy into vLLM's pages does not end, and vLLM needs them for another request; the device or the host is "
-                                    "stuck")
+                raise TransferError("a copy into vLLM's pages does not end, and vLLM needs them for another request; the device or the "
+                                    "host is stuck")
             self._give_up(transfer)
 
     def shutdown(self) -> None:
@@ -156,7 +156,7 @@ class TieredWorker(OffloadingWorker):
     def _load_again(self, transfer: _Transfer, part_id: int, error: str) -> None:
         transfer.attempts += 1
         if transfer.attempts > LOAD_ATTEMPTS:
-            raise TransferError(f"a copy from host memory to vLLM's pages has failed {LOAD_ATTEMPTS} times ({error}); the pages hold garbage and "
-                                "vLLM has no way to be told, so the engine has to stop")
+            raise TransferError(f"a copy from host memory to vLLM's pages has failed {LOAD_ATTEMPTS} times ({error}); the pages hold "
+                                "garbage and vLLM has no way to be told, so the engine has to stop")
         _log.warning("a copy from host memory has failed and is made again: %s", error)
         self._load(transfer.left[part_id])

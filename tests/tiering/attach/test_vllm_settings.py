@@ -70,11 +70,13 @@ def test_without_host_memory_there_is_no_tier() -> None:
 
 def test_a_requests_wishes_are_read() -> None:
     assert read_wishes(None) == read_wishes({"other": 1}) == Wishes()
-    assert read_wishes({"kvtier": {"priority": 80, "skip_read": True, "skip_write": True, "keep_off_nvme": True}}) == Wishes(80, True, True, True)
+    everything = {"priority": 80, "skip_read": True, "skip_write": True, "keep_off_nvme": True}
+    assert read_wishes({"kvtier": everything}) == Wishes(80, True, True, True)
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    ({"priority": 101}, "0 to 100"), ({"priority": True}, "0 to 100"), ({"priority": "high"}, "0 to 100"), ({"skip_read": 1}, "true or false"),
+    ({"priority": 101}, "0 to 100"), ({"priority": True}, "0 to 100"), ({"priority": "high"}, "0 to 100"),
+    ({"skip_read": 1}, "true or false"),
     ({"prioritty": 3}, "did you mean 'priority'"), ({7: 3}, "the keys are"), ("high", "mapping"), (3, "mapping"),
 ])
 def test_a_bad_wish_is_left_out_and_said_once(given: object, said: str, caplog: pytest.LogCaptureFixture) -> None:
