@@ -52,7 +52,8 @@ def _hang_up(port: int, prompt: list[int]) -> None:
     """Read the first bytes of a streamed answer and go: vLLM aborts the request."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
     try:
-        connection.request("POST", "/v1/completions", json.dumps(_order(prompt, 200) | {"stream": True}), {"Content-Type": "application/json"})
+        order = json.dumps(_order(prompt, 200) | {"stream": True})
+        connection.request("POST", "/v1/completions", order, {"Content-Type": "application/json"})
         connection.getresponse().read(10)
     finally:
         connection.close()
