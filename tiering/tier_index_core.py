@@ -32,14 +32,15 @@ from kvtier.pools.pool_index import NVME, level_of, slot_of
 from kvtier.tiering import arguments
 from kvtier.tiering.bounded_call import call_within
 from kvtier.tiering.config import TierConfig
-from kvtier.tiering.core import FORMAT_VERSION, LEAST_CLEARING
+from kvtier.tiering.core import LEAST_CLEARING
 from kvtier.tiering.idle_scrub import IdleScrub
 from kvtier.tiering.ledger.key_invariants import verify_keys
 from kvtier.tiering.ledger.key_jobs import EngineJob
 from kvtier.tiering.ledger.key_ledger import KeyLedger
 from kvtier.tiering.ledger.keyed_level import engine_key
-from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
+from kvtier.tiering.ledger.moves import Discard, Move
 from kvtier.tiering.ledger.rules import TierRules
+from kvtier.tiering.namespace import FORMAT_VERSION
 from kvtier.tiering.tier_plan import TierPlan, level_slots
 from kvtier.tiering.tier_statistics import FileTotals, TierStats, collect
 from kvtier.tiering.transfer import TransferManager
@@ -119,6 +120,7 @@ class TierIndexCore:
                 _log.warning("faults are injected into this tier (%s): %s. For trials only: blocks are really lost, files really deleted",
                              config.sources["faults"], config.faults)
             undo.pop_all()
+        self._unlink_when_all_are_there()
 
     @property
     def arena_path(self) -> Path:
@@ -134,9 +136,7 @@ class TierIndexCore:
             ledger.refresh(self._takes_writes)
             if ledger.abandoned:
                 self._release_ended(ledger)
-            if self._is_linked and self.arena.board.all_opened():
-                self.arena.unlink()
-                self._is_linked = False
+            self._unlink_when_all_are_there()
             is_changed = ledger.version != self._version_seen
             self._version_seen = ledger.version
             return is_changed
@@ -361,6 +361,12 @@ class TierIndexCore:
                 return False
         return True
 
+    def _unlink_when_all_are_there(self) -> None:
+        """From then on the arena's memory ends with the processes, however they end."""
+        if self._is_linked and self.arena.board.all_opened():
+            self.arena.unlink()
+            self._is_linked = False
+
     def _release_ended(self, ledger: KeyLedger) -> None:
         for job in list(ledger.abandoned.values()):
             if self._has_ended(job):
@@ -368,7 +374,7 @@ class TierIndexCore:
 
     def _skip_used_numbers(self, ledger: KeyLedger) -> None:
         """The board has a place for MAX_JOBS jobs: the next number's must not belong to one that is still under way."""
-        while ledger.next_job - MAX_JOBS in ledger.abandoned or ledger.next_job - MAX_JOBS in ledger.jobs:
+        while ledger.next_job - MAX_JOBS in ledger.jobs or any((ledger.next_job - number) % MAX_JOBS == 0 for number in ledger.abandoned):
             ledger.next_job += 1
 
     @collector_paused()
@@ -380,7 +386,7 @@ class TierIndexCore:
         store = NvmeStore.open(config.nvme_directory, self._namespace, geometries, faults=config.faults,
                                free_space_reserve=config.nvme_free_space_reserve_bytes, sync=config.nvme_sync,
                                drive=DriveQueue(config.read_threads, WRITE_THREADS, config.nvme_write_bytes_per_second))
-        rows = [WarmRow(row.group, row.slot, engine_key(row.key), row.priority, row.expiry, row.hits) for row in store.stored_blocks()]
+        rows = [row._replace(key=engine_key(row.key)) for row in store.stored_blocks()]
         self._ledger.set_time(self._clock())
         self._ledger.adopt_store(rows, list(store.quarantined()))
         return store

@@ -17,6 +17,7 @@ from typing import Self
 import torch
 
 from kvtier.errors import ConfigError, RequestError, TransferError
+from kvtier.io.copy_tools import copy_tools
 from kvtier.io.cuda_stream import load_cuda
 from kvtier.io.device import EngineStream, open_device
 from kvtier.io.faults import FaultOperation
@@ -88,7 +89,7 @@ class TierWorker:
                 self._places.append(PagePlaces(slots.stride, plan.layout.rank_offset(number, rank), group.bytes_per_page,
                                                group.pages_per_block, slots.slots_per_piece))
                 self._copiers.append(HostPageCopier(tensors[number], slots) if self._device.name == "cpu"
-                                     else CudaPageCopier(load_cuda(), tensors[number], slots))
+                                     else CudaPageCopier(copy_tools(load_cuda(), self._device.name), tensors[number], slots))
             self._stores = self._device.stream("tier-store")
             try:
                 self._loads = self._device.stream("tier-load")

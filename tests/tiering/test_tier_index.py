@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tier_rig import PLAIN, TierRig, key, keys, on_nvme, until
 
-from kvtier import TierConfig, TierIndex
+from kvtier import TierConfig, TierIndex, TierWorker
 from kvtier.errors import ConfigError, KVTierError, RequestError
+from kvtier.io import job_board
 from kvtier.pools.page_layout import PageGroup, PageLayout
+from kvtier.tiering import tier_index_core
 from kvtier.tiering.tier_messages import KeyState
 from kvtier.types import Level
 
@@ -96,6 +99,14 @@ def test_a_store_that_lacks_pages_is_not_served_unless_they_are_states() -> None
             rig.finish(plan.job_id)
         assert rig.states(keys(2), 0) == [KeyState.MISS, KeyState.HIT]
         assert rig.states(keys(2), 1) == [KeyState.HIT, KeyState.HIT]
+
+
+def test_a_store_whose_last_block_is_short_serves_the_others() -> None:
+    with TierRig(PageLayout([PageGroup([512], 4)])) as rig:
+        plan = rig.index.plan_store("writer", keys(2))
+        rig.workers[0].submit_store(plan.job_id, 0, rig.fill(0, keys(2))[:-1], plan.slots)
+        assert rig.finish(plan.job_id) == 1
+        assert rig.states(keys(2)) == [KeyState.HIT, KeyState.MISS]
 
 
 def test_a_load_may_leave_out_the_first_pages() -> None:
@@ -367,6 +378,7 @@ def test_too_little_host_memory_is_named_per_rank_and_in_total() -> None:
 @pytest.mark.parametrize(("settings", "message"), [
     ({"secondary": "50%"}, "different amounts free"),
     ({"secondary": "2 blocks", "primary": "8 blocks"}, "engine owns its pool"),
+    ({"secondary": "2 blocks", "num_ranks": 2}, "engine owns its pool"),
     ({"secondary": "2 blocks", "gds": "required"}, "through host memory"),
     ({"secondary": ["2 blocks", "2 blocks"]}, "2 sizes for 1 groups"),
 ])
@@ -395,3 +407,27 @@ def test_bad_arguments_are_refused_and_change_nothing() -> None:
         index.begin_request("r")
         with pytest.raises(RequestError, match="active already"):
             index.begin_request("r")
+
+
+def test_an_arena_that_was_there_before_its_workers_is_unlinked_by_a_step() -> None:
+    config = TierConfig(secondary="2 blocks")
+    with TierIndex(PLAIN, config, engine_id="test-index-first") as index:
+        assert index.arena_path.exists()
+        pages = [torch.zeros(2, size, dtype=torch.uint8) for size in PLAIN.groups[0].tensor_page_bytes]
+        with TierWorker(index.plan, "cpu", 0, [pages]):
+            index.poll()
+            assert not index.arena_path.exists()
+
+
+def test_a_job_that_is_still_under_way_keeps_its_place_on_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (job_board, tier_index_core):
+        monkeypatch.setattr(module, "MAX_JOBS", 4)
+    with TierRig() as rig:
+        slow = rig.index.plan_store("writer", keys(1))
+        rig.index.reset()
+        numbers = [rig.store(keys(1, prompt=number), request=f"{number}").job_id for number in range(1, 10)]
+        assert all((number - slow.job_id) % 4 for number in numbers)
+        rig.submit_store(slow, keys(1))
+        assert rig.index.wait([slow.job_id], 10)
+        rig.index.poll()
+        assert rig.index.stats().abandoned_jobs == 0

@@ -7,7 +7,8 @@ and report. Whatever a job uses is referenced, so no slot is given up under a co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import cast
 
 from kvtier.policies.eviction import NOT_QUEUED
@@ -16,7 +17,7 @@ from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.key_finding import KeyFinder
 from kvtier.tiering.ledger.key_jobs import EngineJob, KeyRequest
 from kvtier.tiering.ledger.keyed_level import WHOLE, KeyedLevel
-from kvtier.tiering.ledger.moves import Move, WarmRow
+from kvtier.tiering.ledger.moves import Move
 
 
 class KeyLedger(KeyFinder):
@@ -251,12 +252,12 @@ class KeyLedger(KeyFinder):
         self.allocators[group].condemn(slot)
         self.version += 1
 
-    def adopt_store(self, rows: Sequence[WarmRow], quarantined: Sequence[tuple[int, int]]) -> None:
-        """At start: what the store directory holds; ``quarantined`` are (group, slot) that must not be used."""
+    def adopt_store(self, rows: Iterable[tuple[int, int, bytes, int, float, int]], quarantined: Sequence[tuple[int, int]]) -> None:
+        """At start: what the store directory holds, as ``WarmRow``; ``quarantined`` are (group, slot) that must not be used."""
         for group, slot in quarantined:
             self.allocators[group].quarantine_slot(slot)
-        for row in sorted(rows, key=_warm_order):
-            self.allocators[row.group].adopt_warm(row)
+        for group, slot, key, priority, expiry, _hits in sorted(rows, key=itemgetter(5)):
+            self.allocators[group].adopt_warm(slot, key, priority, expiry)
 
     def reset(self) -> None:
         """Forget all content and all leases, and give up all jobs. Moves under way end without anybody wanting what they bring."""
@@ -274,7 +275,3 @@ class KeyLedger(KeyFinder):
             for block in list(level.warm.values()):
                 level.forget(block)
         self.version += 1
-
-
-def _warm_order(row: WarmRow) -> int:
-    return row.hits

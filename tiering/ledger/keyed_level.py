@@ -17,7 +17,7 @@ from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.file_level import FileLevel
 from kvtier.tiering.ledger.key_events import KeyEventLog
-from kvtier.tiering.ledger.moves import Move, MoveLog, WarmRow
+from kvtier.tiering.ledger.moves import Move, MoveLog
 from kvtier.tiering.ledger.rules import TierRules
 from kvtier.tiering.ledger.stats import LedgerCounters
 from kvtier.tiering.ledger.tree import ReuseTree
@@ -200,12 +200,12 @@ class KeyedLevel(FileLevel):
     def _may_be_kept(self, block: Block) -> bool:
         return block.num_tokens == WHOLE and block.warm_key != b"" and block.id not in self.off_nvme
 
-    def adopt_warm(self, row: WarmRow) -> None:
-        is_new = row.key not in self.warm
-        super().adopt_warm(row)
+    def adopt_warm(self, slot: int, key: bytes, priority: int, expiry: float) -> None:
+        is_new = key not in self.warm
+        super().adopt_warm(slot, key, priority, expiry)
         if is_new:
-            self.warm[row.key].num_tokens = WHOLE
-            self.key_events.stored(self.group, NVME, row.key)
+            self.warm[key].num_tokens = WHOLE
+            self.key_events.stored(self.group, NVME, key)
 
     def finished(self, move: Move) -> None:
         level = level_of(move.destination)

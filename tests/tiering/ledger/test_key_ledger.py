@@ -283,6 +283,9 @@ def test_events_join_neighbours_of_one_kind_and_show_a_gap_where_some_were_dropp
     assert log.flush() == []
     log.removed(1, 2, b"x")
     assert "removed" in repr(log.flush()[0])
+    for number in range(5000):
+        log.stored(0, 1, b"%d" % number)
+    assert [len(event.keys) for event in log.flush()] == [4096, 904]
     quiet = KeyEventLog(0)
     quiet.stored(0, 1, b"x")
     assert quiet.flush() == []
