@@ -138,7 +138,7 @@ def kernel_paths(device_type: str) -> KernelPaths:
 @cache
 def _paths_of(device_type: str) -> KernelPaths:
     if device_type == "cpu":
-        from kvtier.kernels.append import append_torch
+        from kvtier.kernels.append import append_host
         from kvtier.kernels.block_offsets import fill_offsets_host
         from kvtier.kernels.decode_cpu import decode_torch
         from kvtier.kernels.fused_write import fused_write_torch
@@ -150,7 +150,7 @@ def _paths_of(device_type: str) -> KernelPaths:
         from kvtier.kernels.value_tail import zero_tail_torch
 
         return KernelPaths(
-            append=append_torch, fused_write=fused_write_torch, zero_tail=zero_tail_torch, scatter=scatter_torch,
+            append=append_host, fused_write=fused_write_torch, zero_tail=zero_tail_torch, scatter=scatter_torch,
             quantise_nvfp4=quantise_nvfp4_torch, dequantise_nvfp4=dequantise_nvfp4_torch,
             partial_copy=partial_copy_torch, fill_offsets=fill_offsets_host,
             prefill=prefill_torch, decode=decode_torch, rows=move_rows_host)

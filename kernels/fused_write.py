@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from kvtier.errors import RequestError
-from kvtier.kernels.append import append_reference, append_torch
+from kvtier.kernels.append import append_host, append_reference
 from kvtier.kernels.checks import LayerPages, check_dtype, check_same_device, check_shape, checks_values
 from kvtier.kernels.dispatch import kernel_paths
 from kvtier.kernels.places import TokenPlaces
@@ -127,7 +127,7 @@ def fused_write_torch(qkv: torch.Tensor, bias: torch.Tensor | None, rotary: Rota
     keys, values = rotated[:, query_heads:], rows[:, num_rotated * head_dim:].view(tokens, kv_heads, -1)
     if stored.storage is Storage.SAME:
         keys, values = keys.to(qkv.dtype), values.to(qkv.dtype)
-    append_torch(stored, keys, values, places, layer_offset)
+    append_host(stored, keys, values, places, layer_offset)
 
 
 def fused_write_reference(qkv: torch.Tensor, bias: torch.Tensor | None, rotary: Rotary | None, rotary_positions: torch.Tensor,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kvtier.kernels.append import append_torch
+from kvtier.kernels.append import append_host
 from kvtier.kernels.block_offsets import ScratchWindow, fill_offsets_host
 from kvtier.kernels.fused_write import fused_write_torch
 from kvtier.kernels.indexer_scatter import scatter_torch
@@ -121,7 +121,7 @@ def append_cases() -> Iterator[tuple[str, bool]]:
         first = torch.tensor([0, 0, tokens]) if seed % 2 else None
         places = TokenPlaces(table, sequence.int() if seed % 2 else sequence, position, first)
         wanted, found = copies(stored), copies(stored)
-        append_torch(wanted, key, value, places, kv_factor)
+        append_host(wanted, key, value, places, kv_factor)
         append_triton(found, key, value, places, kv_factor)
         yield (f"append {storage.name} {dtype} heads={heads} dims={key_dim},{value_dim} tokens_first={tokens_first}",
                same_pages(found, wanted) and not same_pages(wanted, stored))
