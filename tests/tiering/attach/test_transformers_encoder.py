@@ -11,6 +11,7 @@ from transformers import BartConfig, BartForConditionalGeneration, LlamaConfig, 
 from kvtier import ConfigError, KVCacheManager, Request, RequestError, TierConfig
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
 from kvtier.tiering.attach.serving_loop import ServingLoop
+from kvtier.tiering.attach.serving_sequence import ServedSequence
 from kvtier.tiering.attach.transformers import layout_of
 from kvtier.tiering.attach.transformers_encoder import AttachedEncoderDecoder, digest_of
 
@@ -138,3 +139,15 @@ def test_a_model_without_an_encoder_is_refused():
     model = LlamaForCausalLM(LlamaConfig(vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2))
     with pytest.raises(ConfigError, match="'llama' has no encoder"):
         AttachedEncoderDecoder(model, [])
+
+
+def test_after_a_loss_and_after_a_preemption_the_encoder_runs_again():
+    served = ServedSequence.of(Request(0, [2, 3], encoder_length=2), 0.0)
+    served.computed, served.is_encoded = 2, True
+    served.confirm(2)
+    assert served.is_encoded
+    served.confirm(0)
+    assert not served.is_encoded
+    served.is_encoded = True
+    served.interrupt(skip_read=False)
+    assert not served.is_encoded
