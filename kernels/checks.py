@@ -57,9 +57,23 @@ def check_table(kernel: str, name: str, table: torch.Tensor, *, with_sequences: 
     check_dtype(kernel, name, table, (torch.int32,))
 
 
+_always_check = False
+
+
+def set_always_check(enabled: bool) -> None:
+    """The switch behind :func:`kvtier.kernels.dispatch.use_reference`."""
+    global _always_check
+    _always_check = enabled
+
+
+def always_checks() -> bool:
+    """Whether an engine is being debugged: references run, and whatever was asked, values are checked."""
+    return _always_check
+
+
 def checks_values(pages: torch.Tensor, asked: bool | None) -> bool:
     """Whether values are checked: as asked, and by default where it is cheap, on a CPU."""
-    return pages.device.type == "cpu" if asked is None else asked
+    return _always_check or (pages.device.type == "cpu" if asked is None else asked)
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,8 @@ class TierCore:
                                              read_threads=config.read_threads, staging_blocks=config.read_threads + 2,
                                              staging_bytes=config.read_threads * RUN_BYTES, gds=self._gds, debug=self._debug,
                                              check_order=config.debug_checks,
-                                             write_bytes_per_second=config.nvme_write_bytes_per_second)
+                                             write_bytes_per_second=config.nvme_write_bytes_per_second,
+                                             layer_pieces=config.layer_pieces)
             undo.callback(self.transfers.close, 1.0)
             if config.faults is not None:
                 logger.warning("faults are injected into this cache (%s): %s. For trials only: blocks are really lost and files really "
@@ -197,7 +198,7 @@ class TierCore:
         with self.locked():
             faults = self.config.faults.counts() if self.config.faults is not None else {}
             return self._statistics.stats(self._events.dropped, self._prefill_rate, faults, gds, loading=self._loading.stats(),
-                                          prefetch=self._prefetched, store=store)
+                                          prefetch=self._prefetched, store=store, copy_paths=self.transfers.copy_paths)
 
     def iteration_stats(self) -> IterationStats:
         """What was counted between the last two calls of :meth:`refresh`, and the levels at the second one."""

@@ -19,6 +19,7 @@ from typing import Final
 
 import kvtier
 from kvtier.errors import ConfigError
+from kvtier.io.copy_report import measured_elsewhere
 from kvtier.io.direct_file import refuses_direct
 from kvtier.io.gds_probe import MEMORY_FILE_SYSTEMS, NO_GDS_FILE_SYSTEMS, obstacle, try_directory
 from kvtier.io.rank_directories import occupied_by_ranks, rank_directory, require_root
@@ -99,7 +100,7 @@ def examine(directory: Path | None = None, config_file: Path | None = None) -> R
     findings += [_python(), Finding("kvtier", Status.OK, kvtier.__version__), _torch(gpu), gpu]
     findings += [_package(name, gpu, without) for name, without in
                  (("cupy", 'device="cuda" cannot run'), ("kvikio", "NVMe goes through the host (POSIX), not GPUDirect"))]
-    findings += [_cpus(), _host_memory(), _memlock(gpu), _shared_memory()]
+    findings += [_copies(gpu), _cpus(), _host_memory(), _memlock(gpu), _shared_memory()]
     findings += [*_ranks(directory, config), *_directory(directory, config, gpu)]
     return Report(tuple(findings), tuple(config.effective()) if config is not None else ())
 
@@ -150,6 +151,17 @@ def _package(name: str, gpu: Finding, without: str) -> Finding:
     if not present:
         return Finding(name, Status.WARN, f"not installed: {without}", "pip install 'kvtier[cuda]'")
     return Finding(name, Status.OK, version)
+
+
+def _copies(gpu: Finding) -> Finding:
+    """How copies of many small pieces go: another process measures it, as every process with a cache does when it starts."""
+    if gpu.status is not Status.OK:
+        return Finding("copies", Status.OK, "by the CPU; the ways of a GPU are measured where there is one")
+    paths, reason = measured_elsewhere("cuda:0")
+    if paths:
+        return Finding("copies", Status.OK, "; ".join([f"{direction}: {path}" for direction, path in paths.items()]))
+    return Finding("copies", Status.WARN, f"a call for each piece, nothing else was measured: {reason}",
+                   "update the driver to 12.8 or later, and install triton, if many small blocks are moved")
 
 
 def _cpus() -> Finding:

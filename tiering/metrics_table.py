@@ -56,9 +56,8 @@ def _name(level: Level) -> str:
     return level.name.lower()
 
 
-def _by_level(value: PerLevel | Mapping[str, int]) -> list[Sample]:
-    numbers = value if isinstance(value, Mapping) else value._asdict()
-    return [((name,), number) for name, number in numbers.items()]
+def _by_level(value: PerLevel) -> list[Sample]:
+    return [((name,), number) for name, number in value._asdict().items()]
 
 
 def _by_route(value: Mapping[Route, float]) -> list[Sample]:

@@ -9,7 +9,7 @@ from typing import Final
 from kvtier.pools.pool_index import NVME, SECONDARY
 from kvtier.tiering.ledger.key_ledger import KeyLedger
 from kvtier.tiering.ledger.keyed_level import KeyedLevel
-from kvtier.tiering.statistics import LevelStats, Route
+from kvtier.tiering.statistics import LevelStats, PerLevel, Route
 from kvtier.types import Level
 
 _UP: Final[Route] = (Level.NVME, Level.SECONDARY)
@@ -33,9 +33,10 @@ class TierStats:
         secondary, nvme: all groups together.
         groups: each by itself.
         hit_blocks: by level, delivered to the engine: found in host memory, and on NVMe.
+        missed_blocks: asked for with ``lookup`` and not there, once its answer was final.
         stored_blocks, loaded_blocks: copied from and to the engine.
         known_blocks: not stored because they were there; refused_blocks: for want of room or priority, or on the request's wish.
-        promoted_blocks, promoted_bytes: read from NVMe; written_blocks, written_bytes: written to it.
+        promoted_blocks, promoted_bytes: read from NVMe; nvme_written_blocks, nvme_written_bytes: written to it.
         read_seconds, write_seconds: their shares of the time spent in file calls.
         dropped: content given up for want of room or priority; host_dropped: of it, without a copy on NVMe; dropped_priority: of it, below
             the threshold of NVMe.
@@ -50,15 +51,16 @@ class TierStats:
     secondary: LevelStats
     nvme: LevelStats
     groups: tuple[KeyGroupStats, ...]
-    hit_blocks: Mapping[str, int]
+    hit_blocks: PerLevel
+    missed_blocks: int
     stored_blocks: int
     loaded_blocks: int
     known_blocks: int
     refused_blocks: int
     promoted_blocks: int
     promoted_bytes: int
-    written_blocks: int
-    written_bytes: int
+    nvme_written_blocks: int
+    nvme_written_bytes: int
     read_seconds: float
     write_seconds: float
     dropped: int
@@ -98,11 +100,11 @@ class TierStats:
 
     @property
     def offload_blocks(self) -> Mapping[Route, int]:
-        return {_DOWN: self.written_blocks}
+        return {_DOWN: self.nvme_written_blocks}
 
     @property
     def offload_bytes(self) -> Mapping[Route, int]:
-        return {_DOWN: self.written_bytes}
+        return {_DOWN: self.nvme_written_bytes}
 
     @property
     def transfer_seconds(self) -> Mapping[Route, float]:
@@ -124,14 +126,15 @@ class FileTotals:
 
 def collect(ledger: KeyLedger, totals: FileTotals, takes_writes: bool) -> TierStats:
     """A picture of now. Under the index's lock."""
-    groups = tuple(KeyGroupStats(level.group, level_stats(level, SECONDARY), level_stats(level, NVME)) for level in ledger.levels)
+    groups = tuple(KeyGroupStats(level.group, level_stats(level, SECONDARY), level_stats(level, NVME)) for level in ledger.allocators)
     counters = ledger.counters
     return TierStats(
         secondary=_total([group.secondary for group in groups]), nvme=_total([group.nvme for group in groups]), groups=groups,
-        hit_blocks={"secondary": counters.hit_blocks[SECONDARY], "nvme": counters.hit_blocks[NVME]},
-        stored_blocks=ledger.stored_blocks, loaded_blocks=ledger.loaded_blocks, known_blocks=ledger.known_blocks,
-        refused_blocks=ledger.refused_blocks, promoted_blocks=ledger.promoted_blocks, promoted_bytes=totals.promoted_bytes,
-        written_blocks=totals.written_blocks, written_bytes=totals.written_bytes, read_seconds=totals.read_seconds,
+        hit_blocks=PerLevel(0, counters.hit_blocks[SECONDARY], counters.hit_blocks[NVME]),
+        missed_blocks=counters.missed, stored_blocks=ledger.stored_blocks, loaded_blocks=ledger.loaded_blocks,
+        known_blocks=ledger.known_blocks, refused_blocks=ledger.refused_blocks,
+        promoted_blocks=ledger.promoted_blocks, promoted_bytes=totals.promoted_bytes,
+        nvme_written_blocks=totals.written_blocks, nvme_written_bytes=totals.written_bytes, read_seconds=totals.read_seconds,
         write_seconds=totals.write_seconds, dropped=counters.dropped, host_dropped=counters.host_dropped,
         dropped_priority=counters.dropped_priority, lost=counters.lost,
         quarantined=counters.quarantined, checksum_failures=totals.checksum_failures, transfer_failures=totals.failures,

@@ -109,6 +109,13 @@ def bench_copy(json: JsonFile = None, plot: PlotFile = None, quick: Quick = Fals
     raise typer.Exit(run_copy(json_file=json, quick=quick, plot_file=plot))
 
 
+@bench.command("kernels")
+def bench_kernels(json: JsonFile = None, plot: PlotFile = None, quick: Quick = False) -> None:
+    """Paged decode attention and append beside torch's attention over contiguous keys and a plain copy."""
+    from kvtier.bench.kernels import run_kernels
+    raise typer.Exit(run_kernels(json_file=json, quick=quick, plot_file=plot))
+
+
 @bench.command("nvme")
 def bench_nvme(directory: Annotated[str | None, typer.Option(metavar="DIR", help="Folder on the drive to measure.")] = None,
                json: JsonFile = None, plot: PlotFile = None, quick: Quick = False) -> None:

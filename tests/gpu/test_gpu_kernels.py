@@ -12,9 +12,8 @@ pytest.importorskip("triton", reason="the append kernel for GPUs needs Triton")
 import torch
 
 from kvtier.errors import RequestError
-from kvtier.kernels import OffsetTable, attention_decode, attention_prefill, write_kv
-from kvtier.kernels.append import append_reference
-from kvtier.kernels.attention import attention_reference
+from kvtier.kernels import OffsetTable, attention_decode, attention_prefill, use_reference, write_kv
+from kvtier.kernels.attention_reference import attention_reference
 from kvtier.kernels.token_moves import move_tokens, move_tokens_reference
 
 pytestmark = pytest.mark.gpu
@@ -53,8 +52,11 @@ class Batch:
     def write_on_cpu(self) -> torch.Tensor:
         """The pool after all tokens, by the reference."""
         pages = self.pages.clone()
-        append_reference(pages, self.key, self.value, self.table, self.sequence_of_token, self.positions, layer=LAYER,
-                         kv_factor=self.kv_factor)
+        use_reference(True)
+        try:
+            write_kv(pages, self.key, self.value, self.table, self.sequence_of_token, self.positions, **self.address)
+        finally:
+            use_reference(False)
         return pages
 
     @property
@@ -97,8 +99,8 @@ def test_tokens_without_a_page_are_left_out_and_land_nowhere() -> None:
     kept = [token for token in range(53) if token not in range(16, 32) and token not in range(37, 41)]
     expected = batch.pages.clone()
     assert batch.value is not None
-    append_reference(expected, batch.key[kept], batch.value[kept], batch.table, batch.sequence_of_token[kept], batch.positions[kept],
-                     layer=LAYER)
+    write_kv(expected, batch.key[kept], batch.value[kept], batch.table, batch.sequence_of_token[kept], batch.positions[kept],
+             **batch.address)
     pages = batch.pages.cuda()
     write_kv(pages, batch.key.cuda(), batch.value.cuda(), table, sequences.cuda(), positions.cuda(), **batch.address)
     assert same_bits(pages, expected)

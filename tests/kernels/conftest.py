@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvtier.kernels import OffsetTable
+from kvtier.kernels.dispatch import use_reference
 
+sys.path.append(str(Path(__file__).parent))  # so that test modules can import attention_batch: importlib mode puts no folder there
 
 @dataclass
 class PagedBatch:
@@ -102,3 +107,35 @@ def same_bits() -> Callable[[torch.Tensor, torch.Tensor], bool]:
         return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
     return compare
+
+
+@contextmanager
+def reference_or_not(enabled: bool) -> Iterator[None]:
+    use_reference(enabled)
+    try:
+        yield
+    finally:
+        use_reference(False)
+
+
+@pytest.fixture(scope="session")
+def reference_switch() -> Callable[[bool], AbstractContextManager[None]]:
+    """``with reference_switch(True):`` every kernel is its reference, with all checks on."""
+    return reference_or_not
+
+
+@pytest.fixture
+def reference_kernels() -> Iterator[None]:
+    """Within a test every kernel is its reference, with all checks on."""
+    with reference_or_not(True):
+        yield
+
+
+@pytest.fixture(scope="session")
+def poison() -> Callable[..., torch.Tensor]:
+    """Makes a tensor whose bytes are all 0xFF: NaN in every floating-point dtype, e4m3 too, and the last code elsewhere."""
+
+    def make(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((*shape[:-1], shape[-1] * dtype.itemsize), 0xFF, dtype=torch.uint8).view(dtype)
+
+    return make

@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from kvtier.errors import ConfigError, RequestError
 from kvtier.kernels import write_kv
 from kvtier.kernels.append import append_reference
+from kvtier.kernels.dispatch import kernel_paths
+from kvtier.kernels.places import TokenPlaces
+from kvtier.kernels.storage import StoredPages
 
 
 def all_tokens(batch, index_dtype=torch.int64):
@@ -34,10 +37,14 @@ def test_every_token_lands_in_its_own_page_and_nothing_else_changes(paged, same_
     assert same_bits(batch.blocks, paged(lengths, **shape).write_without_kernel().blocks)
 
 
+@pytest.mark.usefixtures("reference_kernels")
 def test_the_reference_does_the_same(paged, same_bits):
     batch, expected = paged([9, 4, 1]), paged([9, 4, 1]).write_without_kernel()
     key, value, sequences, positions = all_tokens(batch)
-    append_reference(batch.pages, key, value, batch.table, sequences, positions, layer=batch.layer)
+    sequences[3] = -1
+    write_kv(batch.pages, key, value, batch.table, sequences, positions, **batch.address)
+    assert not same_bits(batch.blocks, expected.blocks)
+    write_kv(batch.pages, key, value, batch.table, *all_tokens(batch)[2:], **batch.address)
     assert same_bits(batch.blocks, expected.blocks)
 
 
@@ -125,6 +132,11 @@ def entry_below_null(call):
     return "table[0, 1, 1]=-7"
 
 
+def position_in_a_reused_block(call):
+    call["first_writable"] = torch.tensor([0, 2], dtype=torch.int32)
+    return "positions[4]=0 (sequence 1) lies in a block that others share (allowed: 2 to 23)"
+
+
 def swapped_fields(call):
     call["table"][:] = call["table"].flip(1)
     return "not the first page of this field of a block (allowed: slot * 6 + 0)"
@@ -136,7 +148,8 @@ def table_of_another_layer_count(call):
 
 
 NO_PAGE = [wrong_sequence, wrong_negative_sequence, position_beyond_the_table, negative_position, position_without_a_block,
-           null_value_entry, entry_beyond_the_pool, entry_whose_layer_is_beyond_the_pool, entry_below_null]
+           null_value_entry, entry_beyond_the_pool, entry_whose_layer_is_beyond_the_pool, entry_below_null,
+           position_in_a_reused_block]
 WRONG_PAGE = [swapped_fields, table_of_another_layer_count]   # seen only when num_layers is given
 
 
@@ -165,10 +178,21 @@ def test_the_reference_refuses_the_same(paged, same_bits, spoil):
     batch, untouched = paged([9, 3]), paged([9, 3])
     call = bad_call(batch)
     spoil(call)
-    del call["num_layers"]
+    places = TokenPlaces(call["table"], call["sequence_of_token"], call["positions"], call.get("first_writable"))
     with pytest.raises(RequestError):
-        append_reference(**call)
+        append_reference(StoredPages.of("test", batch.pages), call["key"], call["value"], places, 2)
     assert same_bits(batch.blocks, untouched.blocks)
+
+
+@pytest.mark.usefixtures("reference_kernels")
+def test_while_an_engine_is_debugged_values_are_checked_whatever_was_asked(paged, same_bits):
+    batch, untouched = paged([9, 3]), paged([9, 3])
+    call = bad_call(batch)
+    null_value_entry(call)
+    with pytest.raises(RequestError, match="null"):
+        write_kv(**call, check_values=False)
+    assert same_bits(batch.blocks, untouched.blocks)
+    assert kernel_paths("cuda").append is append_reference
 
 
 @pytest.mark.parametrize("spoil", NO_PAGE, ids=lambda spoil: spoil.__name__)
@@ -179,12 +203,26 @@ def test_unchecked_a_token_without_a_page_is_left_out_whole(paged, same_bits, sp
     write_kv(**call, check_values=False)
     table, num_pages = call["table"], len(batch.pages)
     for token, (sequence, position) in enumerate(zip(call["sequence_of_token"].tolist(), call["positions"].tolist(), strict=True)):
-        if not 0 <= sequence < 2 or not 0 <= position < 24:
+        if not 0 <= sequence < 2 or not 0 <= position < 24 or position < call.get("first_writable", [0, 0])[sequence]:
             continue
         entries = [int(table[sequence, kv_field, position // 4]) for kv_field in (0, 1)]
         if all(entry >= 0 and entry + 2 < num_pages for entry in entries):
             for entry, source in zip(entries, (call["key"], call["value"]), strict=True):
                 expected.pages[entry + 2, :, position % 4] = source[token]
+    assert same_bits(batch.blocks, expected.blocks)
+
+
+def test_what_is_reused_is_left_out_and_the_rest_is_written(paged, same_bits):
+    """An engine may pass all tokens of a chunk: those in the reused prefix must not be written again into blocks that others read."""
+    batch, expected = paged([10]), paged([10]).write_without_kernel()
+    keys, values = batch.keys[0].clone(), batch.values[0].clone()
+    write_kv(batch.pages, *batch.chunk(0, 8), **batch.address)
+    keys[:8], values[:8] = 7.0, 7.0
+    first = torch.tensor([8])
+    call = (batch.pages, keys, values, batch.table, torch.zeros(10, dtype=torch.int64), torch.arange(10))
+    with pytest.raises(RequestError, match="others share"):
+        write_kv(*call, **batch.address, first_writable=first)
+    write_kv(*call, **batch.address, first_writable=first, check_values=False)
     assert same_bits(batch.blocks, expected.blocks)
 
 
@@ -206,6 +244,8 @@ def test_a_null_entry_plus_the_layer_offset_is_not_a_page(paged, same_bits):
     ({"value": torch.zeros(12, 2, 8, dtype=torch.float64)}, "value has dtype float64"),
     ({"value": None}, "value is None with kv_factor=2"),
     ({"kv_factor": 1}, "value is a tensor with kv_factor=1"),
+    ({"first_writable": torch.zeros(3, dtype=torch.int32)}, "first_writable has shape (3,): pass [sequences] = [2]"),
+    ({"first_writable": torch.zeros(2)}, "first_writable has dtype float32"),
     ({"kv_factor": 3}, "kv_factor=3"),
     ({"table": torch.zeros(2, 2, 6, dtype=torch.int64)}, "table has dtype int64: pass int32"),
     ({"table": torch.zeros(2, 6, dtype=torch.int32)}, "table has shape (2, 6)"),

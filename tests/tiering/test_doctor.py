@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +27,12 @@ def _no_settings_around(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("KVTIER_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that pretend to have a GPU have none to measure."""
+    monkeypatch.setattr(doctor, "measured_elsewhere", lambda device: ({}, "nobody asked"))
 
 
 def line(report: Report, name: str) -> Finding:
@@ -280,3 +287,30 @@ def test_what_all_ranks_want_of_a_drive_is_compared_with_what_is_free(tmp_path: 
     assert "nvme wants 4.50 GiB" in line(examine(), "free space").found
     monkeypatch.setenv("KVTIER_SIZE_SCOPE", "total")
     assert line(examine(), "free space").status is Status.OK
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("said", "status", "found"), [
+    (({"host to device": "kernel, one batch from 64 KiB", "device to host": "one batch"}, ""), Status.OK,
+     "host to device: kernel, one batch from 64 KiB; device to host: one batch"),
+    (({}, "the driver is too old"), Status.WARN, "a call for each piece, nothing else was measured: the driver is too old"),
+])
+def test_how_a_gpu_copies_is_what_another_process_has_measured(
+        monkeypatch: pytest.MonkeyPatch, said: tuple[dict[str, str], str], status: Status, found: str) -> None:
+    monkeypatch.setattr(doctor, "_gpu", lambda: GPU)
+    monkeypatch.setattr(doctor, "measured_elsewhere", lambda device: said)
+    finding = line(examine(), "copies")
+    assert (finding.status, finding.found) == (status, found)
+
+
+def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_gpu", lambda: NO_GPU)
+    monkeypatch.setattr(doctor, "measured_elsewhere", lambda device: pytest.fail("there is no GPU"))
+    assert line(examine(), "copies").status is Status.OK
+
+
+def test_a_doctor_needs_no_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", "import sys, kvtier.tiering.doctor; sys.exit('torch' in sys.modules)"], check=False)
+    assert done.returncode == 0, "a torch that cannot be imported is something a doctor has to say"

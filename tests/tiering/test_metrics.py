@@ -280,10 +280,10 @@ def test_a_manager_and_an_index_together_show_every_metric_of_the_table(make_cac
         stats = rig.index.stats()
         of_index = Scrape(serve(rig.index).url)
         assert of_index("kvtier_engine_stored_blocks_total") == stats.stored_blocks == 3
-        assert of_index("kvtier_hit_blocks_total", level="secondary") == stats.hit_blocks["secondary"] > 0
+        assert of_index("kvtier_hit_blocks_total", level="secondary") == stats.hit_blocks.secondary > 0
         assert of_index.sum("kvtier_blocks", level="secondary") == stats.secondary.max_blocks
         assert of_index.sum("kvtier_dropped_blocks_total") == stats.dropped
-        assert of_index("kvtier_offloaded_bytes_total", source="secondary", destination="nvme") == stats.written_bytes
+        assert of_index("kvtier_offloaded_bytes_total", source="secondary", destination="nvme") == stats.nvme_written_bytes
         assert of_index("kvtier_onboarded_blocks_total", source="nvme", destination="secondary") == stats.promoted_blocks
         assert "kvtier_hit_tokens" not in of_index.families
     of_manager = Scrape(serve(cache).url)

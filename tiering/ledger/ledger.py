@@ -406,12 +406,16 @@ class Ledger(LedgerState):
         if lost is not None or level_of(move.destination) == PRIMARY:
             lose(self, move, lost)
 
-    def deliver(self, sequence: ActiveSequence) -> None:
-        """The sequence is ready: its hits count now, by the level they came from. What it has lost is told with this."""
+    def report(self, sequence: ActiveSequence) -> None:
+        """The engine is told how many tokens of the sequence are there."""
         drafts.drop_lost_drafts(self, sequence)
         if sequence.must_cut:
             prefill.cut_back(self, sequence)
         sequence.must_report = False
+
+    def deliver(self, sequence: ActiveSequence) -> None:
+        """The sequence is ready: its hits count now, by the level they came from. What it has lost is told with this."""
+        self.report(sequence)
         note_delivery(self, sequence)
         if sequence.delivered:
             return
