@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 from kvtier.kernels import compile_check
 from kvtier.kernels.dispatch import kernel_paths
 
+
 @pytest.fixture(autouse=True)
 def fresh_triton_cache(tmp_path, monkeypatch):
     """Kernels are compiled here, not taken from an earlier run."""
