@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -25,9 +25,12 @@ _TRITON_MODULES: Final = (
     "kvtier.kernels.triton_append",
     "kvtier.kernels.triton_block_offsets",
     "kvtier.kernels.triton_checksum",
+    "kvtier.kernels.triton_decode",
     "kvtier.kernels.triton_fused_write",
     "kvtier.kernels.triton_nvfp4",
     "kvtier.kernels.triton_partial_copy",
+    "kvtier.kernels.triton_prefill",
+    "kvtier.kernels.triton_row_moves",
     "kvtier.kernels.triton_scatter",
     "kvtier.kernels.triton_value_tail",
 )
@@ -42,6 +45,8 @@ class CompileCase:
     signature: Mapping[str, str]          #: argument name to Triton's type name ("*bf16", "i64", "constexpr")
     constants: Mapping[str, int | bool]   #: value of every constexpr
     architectures: tuple[int, ...] = ARCHITECTURES  #: those it is for: below sm_89 there are no instructions for e4m3
+    aligned: frozenset[str] = frozenset() #: arguments that are multiples of 16, which Triton sees at the launch and loads wider then
+    options: Mapping[str, int] = field(default_factory=dict)   #: of the launch: "num_warps", "num_stages"
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,10 @@ def compile_case(case: CompileCase, architecture: int) -> CompileResult:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    source = ASTSource(fn=case.kernel, signature=dict(case.signature), constexprs=dict(case.constants))
+    attributes = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(case.signature) if name in case.aligned}
+    source = ASTSource(fn=case.kernel, signature=dict(case.signature), constexprs=dict(case.constants), attrs=attributes)
     try:
-        compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
+        compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=dict(case.options))
     except Exception as error:   # Triton raises many types, and all of them mean the same here
         text = str(error).strip() or repr(error)
         return CompileResult(case.name, architecture, error=text.splitlines()[-1])

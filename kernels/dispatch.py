@@ -20,9 +20,12 @@ from kvtier.errors import ConfigError
 from kvtier.kernels import checks
 
 if TYPE_CHECKING:
+    from kvtier.kernels.attention_context import PagedContext
+    from kvtier.kernels.attention_plan import DecodePlan, PrefillPlan
     from kvtier.kernels.block_offsets import ScratchWindow
     from kvtier.kernels.places import TokenPlaces
     from kvtier.kernels.rotary import Rotary
+    from kvtier.kernels.row_moves import RowPlaces
     from kvtier.kernels.storage import StoredPages
 
 
@@ -81,17 +84,21 @@ class FillOffsetsPath(Protocol):
 
 
 class PrefillPath(Protocol):
-    """A chunk of queries of one sequence: :func:`kvtier.kernels.attention.attention_prefill`."""
+    """Chunks of queries: :func:`kvtier.kernels.attention.attention_prefill_batch`."""
 
-    def __call__(self, query: torch.Tensor, pages: torch.Tensor, table_row: torch.Tensor, past: int,
-                 layer_offset: int, scale: float) -> torch.Tensor: ...
+    def __call__(self, query: torch.Tensor, context: PagedContext, plan: PrefillPlan, draft_mask: torch.Tensor | None) -> torch.Tensor: ...
 
 
 class DecodePath(Protocol):
     """One query for each sequence of a batch: :func:`kvtier.kernels.attention.attention_decode`."""
 
-    def __call__(self, query: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor,
-                 layer_offset: int, scale: float) -> torch.Tensor: ...
+    def __call__(self, query: torch.Tensor, context: PagedContext, lengths: torch.Tensor, plan: DecodePlan | None) -> torch.Tensor: ...
+
+
+class RowsPath(Protocol):
+    """Rows of bytes from and to anywhere: :func:`kvtier.kernels.row_moves.move_rows`."""
+
+    def __call__(self, destination: RowPlaces, source: RowPlaces, pairs: torch.Tensor, num_layers: int, num_bytes: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,7 @@ class KernelPaths:
     fill_offsets: FillOffsetsPath
     prefill: PrefillPath
     decode: DecodePath
+    rows: RowsPath
 
 
 def use_reference(enabled: bool) -> None:
@@ -129,28 +137,32 @@ def kernel_paths(device_type: str) -> KernelPaths:
 
 @cache
 def _paths_of(device_type: str) -> KernelPaths:
-    from kvtier.kernels.attention import decode_torch, prefill_torch
-
     if device_type == "cpu":
         from kvtier.kernels.append import append_host
         from kvtier.kernels.block_offsets import fill_offsets_host
+        from kvtier.kernels.decode_cpu import decode_torch
         from kvtier.kernels.fused_write import fused_write_torch
         from kvtier.kernels.indexer_scatter import scatter_torch
         from kvtier.kernels.nvfp4 import dequantise_nvfp4_torch, quantise_nvfp4_torch
         from kvtier.kernels.partial_copy import partial_copy_torch
+        from kvtier.kernels.prefill_cpu import prefill_torch
+        from kvtier.kernels.row_moves import move_rows_host
         from kvtier.kernels.value_tail import zero_tail_torch
 
         return KernelPaths(
             append=append_host, fused_write=fused_write_torch, zero_tail=zero_tail_torch, scatter=scatter_torch,
             quantise_nvfp4=quantise_nvfp4_torch, dequantise_nvfp4=dequantise_nvfp4_torch,
             partial_copy=partial_copy_torch, fill_offsets=fill_offsets_host,
-            prefill=prefill_torch, decode=decode_torch)
+            prefill=prefill_torch, decode=decode_torch, rows=move_rows_host)
     if device_type == "cuda":
         from kvtier.kernels.triton_append import append_triton
         from kvtier.kernels.triton_block_offsets import fill_offsets_triton
+        from kvtier.kernels.triton_decode import decode_triton
         from kvtier.kernels.triton_fused_write import fused_write_triton
         from kvtier.kernels.triton_nvfp4 import dequantise_nvfp4_triton, quantise_nvfp4_triton
         from kvtier.kernels.triton_partial_copy import partial_copy_triton
+        from kvtier.kernels.triton_prefill import prefill_triton
+        from kvtier.kernels.triton_row_moves import move_rows_triton
         from kvtier.kernels.triton_scatter import scatter_triton
         from kvtier.kernels.triton_value_tail import zero_tail_triton
 
@@ -158,24 +170,24 @@ def _paths_of(device_type: str) -> KernelPaths:
             append=append_triton, fused_write=fused_write_triton, zero_tail=zero_tail_triton, scatter=scatter_triton,
             quantise_nvfp4=quantise_nvfp4_triton, dequantise_nvfp4=dequantise_nvfp4_triton,
             partial_copy=partial_copy_triton, fill_offsets=fill_offsets_triton,
-            # Attention's torch paths are made of operations that every device has: right on a GPU, not fast.
-            prefill=prefill_torch, decode=decode_torch)
+            prefill=prefill_triton, decode=decode_triton, rows=move_rows_triton)
     raise ConfigError(f"device type {device_type!r}: there are kernels for 'cpu' and 'cuda'; put the pool on one of these")
 
 
 @cache
 def _references() -> KernelPaths:
     from kvtier.kernels.append import append_reference
-    from kvtier.kernels.attention import decode_torch, prefill_torch
+    from kvtier.kernels.attention_reference import decode_reference, prefill_reference
     from kvtier.kernels.block_offsets import fill_offsets_reference
     from kvtier.kernels.fused_write import fused_write_reference
     from kvtier.kernels.indexer_scatter import scatter_reference
     from kvtier.kernels.nvfp4 import dequantise_nvfp4_reference, quantise_nvfp4_reference
     from kvtier.kernels.partial_copy import partial_copy_reference
+    from kvtier.kernels.row_moves import move_rows_host
     from kvtier.kernels.value_tail import zero_tail_reference
 
     return KernelPaths(
         append=append_reference, fused_write=fused_write_reference, zero_tail=zero_tail_reference, scatter=scatter_reference,
         quantise_nvfp4=quantise_nvfp4_reference, dequantise_nvfp4=dequantise_nvfp4_reference,
         partial_copy=partial_copy_reference, fill_offsets=fill_offsets_reference,
-        prefill=prefill_torch, decode=decode_torch)
+        prefill=prefill_reference, decode=decode_reference, rows=move_rows_host)

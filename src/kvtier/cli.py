@@ -20,7 +20,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvtier import __version__
+from kvtier.cli_config import config as config_commands
 from kvtier.cli_store import store
+from kvtier.cli_top import top
 from kvtier.cli_tune import add_commands
 from kvtier.errors import ConfigError, KVTierError, RequestError
 from kvtier.exit_codes import CHECK_FAILED, INTERRUPTED, TERMINATED, USED_WRONGLY
@@ -30,6 +32,8 @@ app = typer.Typer(name="kvtier", no_args_is_help=True, add_completion=False, pre
 bench = typer.Typer(no_args_is_help=True, help="Measure this machine: the limit first, then kvtier beside it.")
 app.add_typer(bench, name="bench")
 app.add_typer(store, name="store")
+app.add_typer(config_commands, name="config")
+app.command()(top)
 add_commands(app)  # replay, tune
 
 
@@ -103,6 +107,13 @@ def bench_copy(json: JsonFile = None, plot: PlotFile = None, quick: Quick = Fals
     """Copies between primary and secondary beside a plain memory copy of the same block size."""
     from kvtier.bench.copy import run_copy
     raise typer.Exit(run_copy(json_file=json, quick=quick, plot_file=plot))
+
+
+@bench.command("kernels")
+def bench_kernels(json: JsonFile = None, plot: PlotFile = None, quick: Quick = False) -> None:
+    """Paged decode attention and append beside torch's attention over contiguous keys and a plain copy."""
+    from kvtier.bench.kernels import run_kernels
+    raise typer.Exit(run_kernels(json_file=json, quick=quick, plot_file=plot))
 
 
 @bench.command("nvme")

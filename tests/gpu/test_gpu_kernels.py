@@ -13,7 +13,7 @@ import torch
 
 from kvtier.errors import RequestError
 from kvtier.kernels import OffsetTable, attention_decode, attention_prefill, use_reference, write_kv
-from kvtier.kernels.attention import attention_reference
+from kvtier.kernels.attention_reference import attention_reference
 from kvtier.kernels.token_moves import move_tokens, move_tokens_reference
 
 pytestmark = pytest.mark.gpu

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch
 from kvtier.kernels import OffsetTable
 from kvtier.kernels.dispatch import use_reference
 
+sys.path.append(str(Path(__file__).parent))  # so that test modules can import attention_batch: importlib mode puts no folder there
 
 @dataclass
 class PagedBatch:

@@ -12,7 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvtier.errors import RequestError
 from kvtier.kernels import attention_decode, attention_prefill, write_kv
-from kvtier.kernels.attention import TILE, attention_reference
+from kvtier.kernels.attention_reference import attention_reference
+from kvtier.kernels.prefill_cpu import TILE
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 SHAPES = {
@@ -287,7 +288,7 @@ def decode_call(batch):
     ({"query": torch.zeros(3, 4, 16)}, "query has shape (3, 4, 16): pass [tokens, query_heads, head_dim] = [any, any, 8]"),
     ({"query": torch.zeros(3, 4, 8, dtype=torch.int32)}, "query has dtype int32"),
     ({"query": torch.zeros(3, 4, 8, device="meta")}, "query is on meta"),
-    ({"pages": torch.zeros(54, 2, 4, 8, dtype=torch.int8)}, "pages has dtype int8: pass float32 or bfloat16 or float16 or float64"),
+    ({"pages": torch.zeros(54, 2, 4, 8, dtype=torch.int16)}, "pages has dtype int16: pass float32 or bfloat16 or float16 or float64"),
     ({"past": -1}, "past=-1 and 3 queries: the table's 6 blocks of 4 tokens allow positions 0 to 23"),
     ({"past": 22}, "past=22"),
     ({"past": 20}, "table[0, 0, 3]=-1 (sequence 0, keys of positions 12 to 15): null"),

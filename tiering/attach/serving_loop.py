@@ -110,15 +110,18 @@ class ServingLoop:
         """Requests submitted and not answered yet."""
         return len(self._waiting) + len(self._active)
 
-    def submit(self, request: Request, sampling: Sampling = GREEDY) -> Answer:
+    def submit(self, request: Request, sampling: Sampling = GREEDY, encoder_tokens: Sequence[int] | None = None) -> Answer:
         """Queue a request; its ``max_new_tokens`` is the length of the longest answer.
+
+        ``encoder_tokens``: what the encoder of a model that has one reads, as many as the request's ``encoder_length``.
 
         Returns:
             The answer as it grows, step by step; :meth:`step` returns the same object when it is complete.
 
         Raises:
             RequestError: ``max_new_tokens`` below 1, more tokens in all than ``max_seq_len``, a token that the model does
-                not know, several beams with a temperature, a request of this id that is still being answered, or a closed loop.
+                not know, several beams with a temperature, other encoder tokens than the request says, a request of this id that is
+                still being answered, or a closed loop.
         """
         if not self._is_open:
             raise RequestError(f"request {request.id}: this loop is closed; make another one")
@@ -133,14 +136,23 @@ class ServingLoop:
         if request.beam_width > 1 and not sampling.is_greedy:
             raise RequestError(f"request {request.id}: temperature={sampling.temperature} with beam_width={request.beam_width}; beam "
                                "search takes the best tokens: leave the temperature out, or use one beam")
+        num_encoder_tokens = 0 if encoder_tokens is None else len(encoder_tokens)
+        if num_encoder_tokens != request.encoder_length:
+            raise RequestError(f"request {request.id}: {num_encoder_tokens} encoder_tokens with encoder_length={request.encoder_length}; "
+                               "pass what the encoder reads, and its length in the request")
         sequence = ServedSequence.of(request, self.clock(), sampling, self.stop_tokens)
-        size = self.model.vocabulary_size
-        if not 0 <= min(sequence.tokens) <= max(sequence.tokens) < size:
-            position = next(index for index, token in enumerate(sequence.tokens) if not 0 <= token < size)
-            raise RequestError(f"request {request.id}: tokens[{position}]={sequence.tokens[position]}; the model knows token "
-                               f"ids 0 to {size - 1}")
+        self._check_tokens(request.id, "tokens", sequence.tokens)
+        if encoder_tokens:
+            sequence.encoder_tokens = list(encoder_tokens)
+            self._check_tokens(request.id, "encoder_tokens", sequence.encoder_tokens)
         self._waiting.append(sequence)
         return sequence.answer
+
+    def _check_tokens(self, request_id: int, name: str, tokens: Sequence[int]) -> None:
+        size = self.model.vocabulary_size
+        if not 0 <= min(tokens) <= max(tokens) < size:
+            position = next(index for index, token in enumerate(tokens) if not 0 <= token < size)
+            raise RequestError(f"request {request_id}: {name}[{position}]={tokens[position]}; the model knows token ids 0 to {size - 1}")
 
     def cancel(self, request_id: int) -> bool:
         """Stop answering a request. What it has computed stays in the cache for others; its blocks are free at once.

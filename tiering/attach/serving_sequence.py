@@ -29,6 +29,17 @@ class PagedModel(Protocol):
     def decode(self, tokens: Sequence[int], pasts: Sequence[int], *tables: torch.Tensor) -> torch.Tensor: ...
 
 
+class PagedEncoderModel(PagedModel, Protocol):
+    """A model with an encoder, whose output is written into the pages once; calls as in ``AttachedEncoderDecoder``."""
+
+    def encode(self, encoder_tokens: Sequence[int], *table_rows: torch.Tensor) -> None: ...
+
+    def prefill(self, tokens: Sequence[int], past: int, *table_rows: torch.Tensor, encoder_lengths: Sequence[int] = ()) -> torch.Tensor: ...
+
+    def decode(self, tokens: Sequence[int], pasts: Sequence[int], *tables: torch.Tensor,
+               encoder_lengths: Sequence[int] = ()) -> torch.Tensor: ...
+
+
 @dataclass
 class Answer:
     """What became of one request. While it is being answered, what there is so far.
@@ -70,6 +81,8 @@ class ServedSequence:
     sampling: Sampling = GREEDY
     generator: torch.Generator | None = None
     beams: BeamSearch | None = None
+    encoder_tokens: list[int] | None = None
+    is_encoded: bool = False  #: the encoder's output is in the pages
     reused: int = 0           #: leading tokens that reuse brought; while loading, promised
     computed: int = 0         #: tokens whose keys and values are in the pool; while loading, the promised ones count
     loading: bool = True
@@ -93,6 +106,8 @@ class ServedSequence:
     def confirm(self, valid: int) -> None:
         """So many of the promised tokens are really there. After a bad read computing goes on where the good ones end."""
         self.loading = False
+        if valid < self.computed:  # what was lost may have been the encoder's
+            self.is_encoded = False
         self.computed = min(self.computed, valid)
         self.reused = min(self.reused, valid)
         if not self.has_started:
@@ -156,6 +171,7 @@ class ServedSequence:
         what they have generated is no common prompt."""
         if self.beams is not None:
             self.beams.restart()
+        self.is_encoded = False
         old = self.request
         extra_ids = old.extra_ids
         if extra_ids is not None:  # a generated token carries 0, as it did when it was appended

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from kvtier.tiering.attach.serving_sequence import PagedModel, ServedSequence
+from kvtier.tiering.attach.serving_sequence import PagedEncoderModel, PagedModel, ServedSequence
 
 if TYPE_CHECKING:
     from kvtier.tiering.manager import KVCacheManager
@@ -44,16 +44,15 @@ def compute_step(cache: KVCacheManager, model: PagedModel, decoding: Sequence[Se
         chunks = [(sequence, count) for sequence, count in chunks if sequence.id in ready]
         in_order = [*(sequence.id for sequence in decoding), *(sequence.id for sequence, _ in chunks)]
         tables = [cache.block_table(in_order, group=group) for group in range(len(cache.layout.groups))] if in_order else []
+        _encode(model, [*decoding, *(sequence for sequence, _ in chunks)], tables)
         row = sum(len(sequence.newest) for sequence in decoding)
         if decoding:
-            logits = model.decode([token for sequence in decoding for token in sequence.newest],
-                                  [sequence.computed for sequence in decoding for _ in sequence.newest],
-                                  *(table[:row] for table in tables))
+            logits = _decode(model, decoding, [table[:row] for table in tables])
             outcome.sampled += zip(decoding, torch.split(logits, [len(sequence.newest) for sequence in decoding]), strict=True)
         for sequence, count in chunks:
             start, end = sequence.computed, sequence.computed + count
             began = clock()
-            logits = model.prefill(sequence.tokens[start:end], start, *(table[row] for table in tables))
+            logits = _prefill(model, sequence, end, [table[row] for table in tables])
             row += sequence.request.beam_width  # all beams have a row; while the prompt is computed they are the same
             if end == len(sequence.tokens):
                 outcome.sampled.append((sequence, logits[None]))
@@ -67,3 +66,29 @@ def compute_step(cache: KVCacheManager, model: PagedModel, decoding: Sequence[Se
             sequence.prompt_is_stored = True
             cache.store_context(sequence.id)
     return outcome
+
+
+def _encode(model: PagedModel, sequences: Sequence[ServedSequence], tables: Sequence[torch.Tensor]) -> None:
+    """Write the encoder's output of those that need it: new ones, and those that are back after a pre-emption or a loss."""
+    row = 0
+    for sequence in sequences:
+        if sequence.encoder_tokens is not None and not sequence.is_encoded:
+            cast(PagedEncoderModel, model).encode(sequence.encoder_tokens, *(table[row] for table in tables))
+            sequence.is_encoded = True
+        row += sequence.request.beam_width  # all beams have a row; what the encoder wrote they share
+
+
+def _decode(model: PagedModel, decoding: Sequence[ServedSequence], tables: Sequence[torch.Tensor]) -> torch.Tensor:
+    tokens = [token for sequence in decoding for token in sequence.newest]
+    pasts = [sequence.computed for sequence in decoding for _ in sequence.newest]
+    lengths = [len(sequence.encoder_tokens) for sequence in decoding if sequence.encoder_tokens is not None for _ in sequence.newest]
+    if not lengths:
+        return model.decode(tokens, pasts, *tables)
+    return cast(PagedEncoderModel, model).decode(tokens, pasts, *tables, encoder_lengths=lengths)
+
+
+def _prefill(model: PagedModel, sequence: ServedSequence, end: int, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    tokens = sequence.tokens[sequence.computed:end]
+    if sequence.encoder_tokens is None:
+        return model.prefill(tokens, sequence.computed, *rows)
+    return cast(PagedEncoderModel, model).prefill(tokens, sequence.computed, *rows, encoder_lengths=[len(sequence.encoder_tokens)])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final
 
@@ -28,9 +28,10 @@ _IDLE_SECONDS: Final = 0.05  # between two looks at an idle cache, whose finishe
 class _Mailbox:
     """What the thread has for one request. Read and written in the event loop only; the thread schedules the writing."""
 
-    def __init__(self, request: Request, sampling: Sampling) -> None:
+    def __init__(self, request: Request, sampling: Sampling, encoder_tokens: Sequence[int] | None) -> None:
         self.request = request
         self.sampling = sampling
+        self.encoder_tokens = encoder_tokens
         self.event_loop = asyncio.get_running_loop()
         self.tokens: deque[int] = deque()
         self.answer: Answer | None = None      # when complete
@@ -95,14 +96,14 @@ class AsyncServing:
             raise TransferError(f"serving: the step under way did not end within {self._close_timeout:.0f} s; what is in flight is dropped "
                                 "when it does")
 
-    async def generate(self, request: Request, sampling: Sampling = GREEDY) -> Answer:
-        """The whole answer.
+    async def generate(self, request: Request, sampling: Sampling = GREEDY, encoder_tokens: Sequence[int] | None = None) -> Answer:
+        """The whole answer. Arguments: see ``ServingLoop.submit``.
 
         Raises:
             RequestError: see ``ServingLoop.submit``; or this object is not open.
             KVTierError: why the request ended early, for example a CapacityError for a prompt longer than the pool.
         """
-        box = self._open(request, sampling)
+        box = self._open(request, sampling, encoder_tokens)
         try:
             while box.answer is None:
                 if box.error is not None:
@@ -112,10 +113,11 @@ class AsyncServing:
         finally:
             self._leave(box)
 
-    async def stream(self, request: Request, sampling: Sampling = GREEDY) -> AsyncIterator[int]:
+    async def stream(self, request: Request, sampling: Sampling = GREEDY,
+                     encoder_tokens: Sequence[int] | None = None) -> AsyncIterator[int]:
         """Tokens as they are sampled; with several beams, the best beam's at the end. Raises as :meth:`generate`, behind the tokens that
         there are."""
-        box = self._open(request, sampling)
+        box = self._open(request, sampling, encoder_tokens)
         try:
             while True:
                 while box.tokens:
@@ -130,10 +132,10 @@ class AsyncServing:
 
     # -- in the event loop -----------------------------------------------------------------------------------------------
 
-    def _open(self, request: Request, sampling: Sampling) -> _Mailbox:
+    def _open(self, request: Request, sampling: Sampling, encoder_tokens: Sequence[int] | None) -> _Mailbox:
         if self._stopping or not self._has_started:
             raise RequestError(f"request {request.id}: this AsyncServing is not open; use it in `async with`, and ask inside of that block")
-        box = _Mailbox(request, sampling)
+        box = _Mailbox(request, sampling, encoder_tokens)
         self._inbox.put(lambda: self._submit(box))
         return box
 
@@ -177,7 +179,7 @@ class AsyncServing:
         try:
             if self._stopping:
                 raise self._closed_error(box)
-            box.growing = self._loop.submit(box.request, box.sampling)
+            box.growing = self._loop.submit(box.request, box.sampling, box.encoder_tokens)
         except KVTierError as error:
             _fail(box, error)
         else:

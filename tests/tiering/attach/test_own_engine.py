@@ -109,7 +109,7 @@ def test_what_fails_is_computed_again(start, expected, prompts, operation, tmp_p
 
 
 def test_aborted_requests_leave_nothing_whatever_state_they_are_in(start, expected, prompts):
-    for steps in range(12):
+    for steps in (0, 1, 2, 3, 5, 8, 11):
         engine = start(primary="17 blocks")
         for request in requests(prompts):
             engine.submit(request)

@@ -118,3 +118,16 @@ def test_guaranteed_no_evict_holds_over_windows(serve, conversations):
     answers = loop.run(Request(number, prompt, max_new_tokens=20) for number, prompt in enumerate(conversations))
     assert [answers[number].tokens for number in range(6)] == [answer_to(prompt, 20) for prompt in conversations]
     assert not any(answer.preemptions for answer in answers.values())
+
+
+def test_when_all_wait_for_blocks_the_newest_makes_room(serve, conversations):
+    loop = serve(chunk_size=16)
+    for number in (0, 2):
+        loop.submit(Request(number, conversations[number], max_new_tokens=4))
+    loop.step()
+    is_paused, loop.cache.is_paused = loop.cache.is_paused, lambda request_id: True
+    assert loop.step() == []
+    loop.cache.is_paused = is_paused
+    answers = loop.run()
+    assert [answers[number].preemptions for number in (0, 2)] == [0, 1]
+    assert [answers[number].tokens for number in (0, 2)] == [answer_to(conversations[number], 4) for number in (0, 2)]

@@ -137,6 +137,19 @@ async def test_a_stream_that_is_left_early_ends_its_request(serving, prompts):
         await until_nothing_is_held(loop.cache)
 
 
+async def test_a_cancelled_generate_ends_its_request(serving, prompts):
+    loop = serving(watch=Gate)
+    async with asyncio.timeout(30), AsyncServing(loop) as served:
+        task = asyncio.ensure_future(served.generate(Request(0, prompts[1], max_new_tokens=200)))
+        loop.model.calls.release(2)
+        while not loop.cache.stats().sequences:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        loop.model.calls.release(3)
+        await until_nothing_is_held(loop.cache)
+
+
 async def test_an_id_can_be_used_again_as_soon_as_its_stream_is_closed(serving, generated, prompts):
     loop = serving()
     async with asyncio.timeout(30), AsyncServing(loop) as served:

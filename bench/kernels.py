@@ -1,0 +1,217 @@
+"""``kvtier bench kernels``: paged decode attention and append on a CPU, beside what they would cost without pages.
+
+The limit of decode is torch's own attention over keys and values that lie contiguously already; of append, a plain copy of the same
+bytes. Every result is compared: decode's with torch's, append's byte by byte. The pages are scattered over the pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvtier.bench.measure import Alternative, interleave
+from kvtier.bench.plot import check_plot, plot_rows
+from kvtier.bench.report import Report, check_writable, noise_row, require_memory, size_name, throughput_row
+from kvtier.errors import ConfigError
+from kvtier.kernels import OffsetTable, attention_decode, write_kv
+from kvtier.pools.layout import KVLayout, LayerGroup
+from kvtier.pools.primary import TORCH_DTYPES, PrimaryPool
+
+ROWS: Final = "torch sdpa, contiguous"
+GQA: Final = "torch sdpa, contiguous, enable_gqa"
+COPY: Final = "torch copy"
+OURS: Final = "kvtier"
+AGAIN: Final = "the limit again"
+
+_TOLERANCE: Final = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
+
+
+@dataclass(frozen=True)
+class KernelsPlan:
+    """What is measured.
+
+    Attributes:
+        sequences, tokens: of the decode batch, and what each has in pages.
+        heads, group, head_dim: KV heads, query heads for each of them, and their width.
+        dtypes: of pages and queries, by torch's names.
+        page_tokens: page sizes.
+        append_tokens: tokens of one append, as in a prefill.
+        rounds: recorded per row.
+    """
+
+    sequences: int
+    tokens: int
+    heads: int = 8
+    group: int = 4
+    head_dim: int = 128
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    page_tokens: tuple[int, ...] = (16, 32, 64, 128)
+    append_tokens: int = 8192
+    rounds: int = 9
+
+    @classmethod
+    def for_this_machine(cls, quick: bool) -> KernelsPlan:
+        """32 sequences of 4,096 tokens; quick: 8 of 1,024, two page sizes."""
+        return cls(8, 1024, page_tokens=(16, 64), append_tokens=4096, rounds=5) if quick else cls(32, 4096)
+
+    def group_of(self, dtype: str, tokens: int) -> LayerGroup:
+        """One layer with this page size."""
+        return KVLayout.uniform(num_layers=1, num_kv_heads=self.heads, head_dim=self.head_dim, dtype=dtype,
+                                tokens_per_block=tokens).groups[0]
+
+    def context_bytes(self, dtype: str) -> int:
+        """Keys and values of the whole batch."""
+        return 2 * self.sequences * self.tokens * self.heads * self.head_dim * TORCH_DTYPES[dtype].itemsize
+
+
+def run_kernels(json_file: Path | None = None, quick: bool = False, plot_file: Path | None = None, *,
+                plan: KernelsPlan | None = None) -> int:
+    """Measure, print a table, write the JSON and draw the picture.
+
+    Args:
+        json_file: where the figures go; None writes none.
+        quick: a smaller batch and fewer page sizes, some seconds in all.
+        plot_file: where the picture goes (a format that matplotlib writes); None draws none.
+        plan: sizes; chosen when None.
+
+    Returns:
+        0, or 1 when a result was wrong.
+
+    Raises:
+        ConfigError: a file cannot be written, matplotlib is missing for the picture, or the pages do not fit into free memory.
+    """
+    if json_file is not None:
+        check_writable(json_file)
+    check_plot(plot_file)
+    plan = KernelsPlan.for_this_machine(quick) if plan is None else plan
+    if min(plan.sequences, plan.tokens, plan.append_tokens, plan.rounds) < 1:
+        raise ConfigError(f"{plan.sequences} sequences of {plan.tokens} tokens, {plan.append_tokens} to append, {plan.rounds} rounds: a "
+                          "kernel benchmark needs at least 1 of each")
+    require_memory("kvtier bench kernels", 2 * max(plan.context_bytes(dtype) for dtype in plan.dtypes) + (256 << 20),
+                   "end other programs" if quick else "end other programs, or use --quick, which needs less")
+    report = Report("kvtier bench kernels", {
+        "command": "kernels", "quick": quick, "device": "cpu", "sequences": plan.sequences, "tokens": plan.tokens, "kv_heads": plan.heads,
+        "query_heads": plan.heads * plan.group, "head_dim": plan.head_dim, "page_tokens": list(plan.page_tokens),
+        "append_tokens": plan.append_tokens, "rounds": plan.rounds, "torch_threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability()})
+    report.note(f"decode: {plan.sequences} sequences of {plan.tokens} tokens, one query each with {plan.heads * plan.group} heads over "
+                f"{plan.heads}; GB/s of keys and values read. {ROWS}: the query heads of a KV head as rows, the fastest form it has. "
+                f"append: {plan.append_tokens} tokens of one sequence; GB/s of keys and values written. The size in a row's name is one "
+                f"page of keys: {', '.join(_page_names(plan))}. Pages are scattered. noise: the limit against itself, in the same rounds.")
+    with torch.inference_mode():
+        for dtype in plan.dtypes:
+            for page_tokens in plan.page_tokens:
+                _measure_decode(report, plan, dtype, page_tokens)
+                _measure_append(report, plan, dtype, page_tokens)
+    if plot_file is not None:
+        plot_rows(plot_file, "kvtier bench kernels", report.rows)
+        report.say(f"wrote {plot_file}")
+    return report.finish(json_file)
+
+
+def _page_names(plan: KernelsPlan) -> list[str]:
+    return [f"{size_name(_page_bytes(plan, dtype, tokens))} is {tokens} tokens in {dtype}" for dtype in plan.dtypes
+            for tokens in plan.page_tokens]
+
+
+def _page_bytes(plan: KernelsPlan, dtype: str, tokens: int) -> int:
+    return tokens * plan.heads * plan.head_dim * TORCH_DTYPES[dtype].itemsize
+
+
+class _Stage:
+    """Contiguous keys and values ``[sequences, heads, tokens, head_dim]``, and a pool in whose scattered pages they lie as well."""
+
+    def __init__(self, plan: KernelsPlan, dtype: str, page_tokens: int, sequences: int, tokens: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.keys, self.values = (
+            torch.empty(sequences, plan.heads, tokens, plan.head_dim, dtype=TORCH_DTYPES[dtype]).normal_(generator=generator)
+            for _ in range(2))
+        blocks = -(-tokens // page_tokens)
+        group = plan.group_of(dtype, page_tokens)
+        self.pool = PrimaryPool(group, sequences * blocks, "cpu")
+        slots = torch.randperm(sequences * blocks, generator=generator).view(sequences, blocks).tolist()
+        self.table = OffsetTable.for_group(group, max_rows=sequences, max_blocks=blocks, num_blocks=sequences * blocks).fill(slots)
+        self.positions = torch.arange(tokens)
+        self.first_sequence = torch.zeros_like(self.positions)
+
+    def write(self, sequence: int) -> None:
+        """Append one whole sequence."""
+        write_kv(self.pool.pages, self.keys[sequence].transpose(0, 1), self.values[sequence].transpose(0, 1),
+                 self.table[sequence:sequence + 1], self.first_sequence, self.positions, layer=0, num_layers=1)
+
+
+def _measure_decode(report: Report, plan: KernelsPlan, dtype: str, page_tokens: int) -> None:
+    name = f"kernels/decode/{dtype}/{size_name(_page_bytes(plan, dtype, page_tokens))}"
+    report.say(f"measuring {name}")
+    stage = _Stage(plan, dtype, page_tokens, plan.sequences, plan.tokens)
+    for sequence in range(plan.sequences):
+        stage.write(sequence)
+    generator = torch.Generator().manual_seed(8)
+    query = torch.randn(plan.sequences, plan.heads * plan.group, plan.head_dim, generator=generator).to(stage.keys.dtype)
+    lengths = torch.full((plan.sequences,), plan.tokens)
+    rows = query.view(plan.sequences, plan.heads, plan.group, plan.head_dim)
+    results: dict[str, torch.Tensor] = {}
+
+    def attend_rows() -> None:
+        results[ROWS] = scaled_dot_product_attention(rows, stage.keys, stage.values).view_as(query)
+
+    def attend_gqa() -> None:
+        results[GQA] = scaled_dot_product_attention(query[:, :, None], stage.keys, stage.values, enable_gqa=True).view_as(query)
+
+    def attend_pages() -> None:
+        results[OURS] = attention_decode(query, stage.pool.pages, stage.table, lengths, layer=0, num_layers=1)
+
+    attend_rows()
+    expected, failures = results[ROWS].double(), []
+
+    def check() -> None:
+        error = float((results[OURS].double() - expected).norm() / expected.norm())
+        if not error < _TOLERANCE[dtype]:
+            failures.append(f"differs from torch's attention by {error:.1e} (allowed: {_TOLERANCE[dtype]})")
+
+    measured = interleave([Alternative(ROWS, attend_rows), Alternative(OURS, attend_pages, check=check), Alternative(GQA, attend_gqa),
+                           Alternative(AGAIN, attend_rows)], plan.rounds)
+    if failures:
+        report.reject(name, failures[0])
+        return
+    report.add(throughput_row(name, measured, OURS, ROWS, plan.context_bytes(dtype), {"enable_gqa": GQA}))
+    report.add(noise_row(f"{name}/noise", measured, AGAIN, ROWS))
+
+
+def _measure_append(report: Report, plan: KernelsPlan, dtype: str, page_tokens: int) -> None:
+    name = f"kernels/append/{dtype}/{size_name(_page_bytes(plan, dtype, page_tokens))}"
+    report.say(f"measuring {name}")
+    stage = _Stage(plan, dtype, page_tokens, 1, plan.append_tokens)
+    # As a model hands them over: [tokens, heads, head_dim], contiguous.
+    sources = [rows[0].transpose(0, 1).contiguous() for rows in (stage.keys, stage.values)]
+    copies = [torch.empty_like(rows) for rows in sources]
+    failures: list[str] = []
+
+    def copy() -> None:
+        for target, source in zip(copies, sources, strict=True):
+            target.copy_(source)
+
+    def append() -> None:
+        write_kv(stage.pool.pages, sources[0], sources[1], stage.table, stage.first_sequence, stage.positions, layer=0, num_layers=1)
+
+    def clear() -> None:
+        stage.pool.pages.zero_()
+
+    def check() -> None:
+        for field, source in enumerate(sources):
+            pages = stage.pool.pages[stage.table[0, field].long()]   # [blocks, heads, tokens, head_dim]
+            found = pages.transpose(1, 2).reshape(-1, plan.heads, plan.head_dim)[:plan.append_tokens]
+            if not torch.equal(found, source):
+                failures.append(f"wrong {('keys', 'values')[field]} in the pages")
+
+    measured = interleave([Alternative(COPY, copy), Alternative(OURS, append, clear, check), Alternative(AGAIN, copy)], plan.rounds)
+    if failures:
+        report.reject(name, failures[0])
+        return
+    num_bytes = sum(source.numel() * source.element_size() for source in sources)
+    report.add(throughput_row(name, measured, OURS, COPY, num_bytes))
+    report.add(noise_row(f"{name}/noise", measured, AGAIN, COPY))

@@ -1,0 +1,101 @@
+"""Gather: a sequence's keys or values out of its pages, for debugging and for comparing with what is computed again (spec: gather).
+
+Attention never gathers: it reads pages in place.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+
+from kvtier.errors import RequestError
+from kvtier.kernels.attention_context import ContextKeywords, PagedContext
+from kvtier.kernels.checks import check_same_device, check_table
+from kvtier.kernels.nvfp4 import dequantise_nvfp4_torch
+from kvtier.kernels.quantise import from_storage
+from kvtier.kernels.storage import Storage
+
+
+def gather_tokens(pages: torch.Tensor, table_row: torch.Tensor, num_tokens: int, *, layer: int, is_value: bool = False,
+                  **how: Unpack[ContextKeywords]) -> torch.Tensor:
+    """Keys or values of the first tokens of one sequence.
+
+    Args:
+        pages: ``[num_pages, heads, tokens_per_block, head_dim]``, any strides.
+        table_row: int32 ``[2, max_blocks]``; -1 is null.
+        num_tokens: 0 or more.
+        layer: position of the layer in its group's blocks.
+        is_value: values; else keys.
+        how: as for :func:`kvtier.kernels.attention.attention_prefill`, as far as it says how tokens are stored and where.
+
+    Returns:
+        ``[num_tokens, heads, dim]``, in the pages' dtype, or float32 where numbers are stored in 8 or 4 bits. A view, no copy, where
+        all tokens lie in one page that holds numbers as they are. Zeros for tokens without a page, or that left their ring.
+
+    Raises:
+        RequestError: a wrong shape, dtype or device, more tokens than the table holds, an entry outside the pool.
+    """
+    kernel = "gather_tokens"
+    check_table(kernel, "table_row", table_row, with_sequences=False)
+    check_same_device(kernel, pages, table_row=table_row)
+    context = PagedContext.of(kernel, None, pages, table_row[None], layer=layer, **how)
+    visibility, unit = context.visibility, context.tokens_per_block
+    if num_tokens < 0 or visibility.num_places(num_tokens, unit) > context.capacity:
+        raise RequestError(f"{kernel}: num_tokens={num_tokens}: the table's {table_row.shape[1]} blocks of {unit} tokens hold 0 to "
+                           f"{context.capacity}")
+    field = int(is_value)
+    source = context.stored.values if is_value else context.stored.keys
+    if 0 < num_tokens <= unit and context.stored.storage is Storage.SAME and visibility.ring is None and not visibility.sinks:
+        page = number_of_page(context, 0, field, 0)
+        if page is not None:
+            return source[page, :, :num_tokens].transpose(0, 1)
+    dtype = source.dtype if context.stored.storage is Storage.SAME else torch.float32
+    dim = context.value_dim if is_value else context.stored.key_dim
+    out = torch.zeros(num_tokens, context.heads, dim, dtype=dtype, device=pages.device)
+    num_places = visibility.num_places(num_tokens, unit)
+    token_of_place = visibility.token_of_place(num_tokens, -(-num_places // unit) * unit, unit, pages.device)
+    for block in range(-(-num_places // unit)):
+        page = number_of_page(context, 0, field, block)
+        tokens = token_of_place[block * unit:(block + 1) * unit]
+        inside = (tokens >= 0).nonzero().flatten()
+        if page is not None and len(inside):
+            out[tokens[inside]] = read_page(context, is_value, page)[:, inside].transpose(0, 1).to(dtype)
+    return out
+
+
+def number_of_page(context: PagedContext, row: int, field: int, block: int) -> int | None:
+    """The page of a block, None where the entry is null.
+
+    Raises:
+        RequestError: the entry is outside the table or the pool, or is not this field's.
+    """
+    layer_pages = context.layer_pages
+    if not 0 <= block < context.table.shape[2]:
+        raise RequestError(f"{layer_pages.kernel}: block {block} of sequence {row}: the table has {context.table.shape[2]} (allowed: 0 to "
+                           f"{context.table.shape[2] - 1})")
+    entry = int(context.table[row, field, block])
+    if entry == -1:
+        return None
+    if bool(layer_pages.is_bad(context.table[row, :, block], field_axis=0)[field]):
+        raise layer_pages.entry_error("table", row, field, block, entry)
+    return entry + layer_pages.offset
+
+
+def read_page(context: PagedContext, is_value: bool, page: int) -> torch.Tensor:
+    """The numbers of one page, ``[heads, tokens_per_block, dim]``: a view where they are stored as they are, else float32."""
+    stored = context.stored
+    data = (stored.values if is_value else stored.keys)[page]
+    if stored.storage is Storage.SAME:
+        return data
+    scale = stored.value_scale if is_value else stored.key_scale
+    if stored.storage is not Storage.NVFP4:
+        return from_storage(data, scale)
+    block_scales = stored.value_block_scales if is_value else stored.key_block_scales
+    assert block_scales is not None
+    return dequantise_nvfp4_torch(data, block_scales[page], scale, torch.float32)
+
+
+def read_token(context: PagedContext, is_value: bool, page: int, inside: int) -> torch.Tensor:
+    """The numbers of one token, float64 ``[heads, dim]`` on the CPU."""
+    return read_page(context, is_value, page)[:, inside].double().cpu()
