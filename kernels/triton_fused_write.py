@@ -14,7 +14,7 @@ from kvtier.kernels.rotary import Rotary
 from kvtier.kernels.storage import Storage, StoredPages
 from kvtier.kernels.triton_append import find_place
 from kvtier.kernels.triton_numbers import float_to_e4m3, has_e4m3_instructions
-from kvtier.kernels.triton_rows import block_shape, page_arguments, storage_cases, store_rows
+from kvtier.kernels.triton_rows import block_shape, counts_of, page_arguments, storage_cases, store_rows
 
 
 def _load_heads(row: tl.tensor, bias: tl.tensor, head: tl.tensor, dim: tl.tensor, mask: tl.tensor, HAS_BIAS: tl.constexpr,
@@ -117,7 +117,7 @@ def _fused_write_kernel(
 
 
 # Applied as functions: as decorators they would take the kernels' types away from the type checker.
-fused_write_kernel = triton.jit(_fused_write_kernel)
+fused_write_kernel = triton.jit(_fused_write_kernel, do_not_specialize=counts_of(_fused_write_kernel))
 
 
 def fused_write_triton(qkv: torch.Tensor, bias: torch.Tensor | None, rotary: Rotary | None, rotary_positions: torch.Tensor,

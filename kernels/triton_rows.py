@@ -5,7 +5,7 @@ The part that every kernel of the write path ends with. ``STORAGE`` is a number 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import triton
@@ -70,6 +70,15 @@ def _store_rows(
 
 
 store_rows = triton.jit(_store_rows)
+
+
+def counts_of(kernel: Callable[..., None]) -> list[str]:
+    """The whole-number arguments of a kernel but for strides, for ``do_not_specialize``.
+
+    Triton compiles anew for a number that is 1 or a multiple of 16. Of strides that makes wide loads; for sizes of a batch and numbers of
+    layers it would only stop serving for a second, or break the capture of a graph, whenever the batch changes.
+    """
+    return [name for name, kind in kernel.__annotations__.items() if kind == "int" and not name.endswith("_stride")]
 
 
 def page_arguments(pages: torch.Tensor, block_scales: torch.Tensor | None) -> tuple[object, ...]:
