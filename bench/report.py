@@ -253,22 +253,26 @@ def check_writable(path: Path) -> None:
 
 
 def write_json(path: Path, document: Mapping[str, object]) -> None:
-    """Write a report as a whole or not at all: a reader never meets half of one.
+    """Write a report as :func:`write_whole` does. ConfigError when it cannot be written."""
+    write_whole(path, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file as a whole or not at all: a reader never meets half of one.
 
     What is no ordinary file (a terminal, a pipe) is written in place.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
     try:
         if _is_special(path):
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(content)
             return
         partial = _partial_of(path)
         try:
-            with open(partial, "x", encoding="utf-8") as file:
-                file.write(text)
+            with open(partial, "xb") as file:
+                file.write(content)
             os.replace(partial, path.resolve())
         except BaseException:
             with contextlib.suppress(FileNotFoundError):

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -17,12 +16,14 @@ from kvtier.io.direct_file import aligned_buffer
 from kvtier.io.manifest_rows import Place
 from kvtier.io.nvme_store import NvmeStore
 from kvtier.io.store_directory import write_atomically
+from kvtier.pools.nvme_geometry import NvmeGeometry
 
 POSITION_NAME: Final = "scrub.json"
 
 _SAVE_SECONDS: Final = 10.0
 _LONGEST_SLEEP: Final = 0.2  # so that a stop is obeyed soon
 _LOOK_AGAIN: Final = 0.02  # whether it is idle now
+_EMPTY_SLOTS: Final = 4096  # looked at before asking whether to stop
 
 
 @dataclass(frozen=True)
@@ -80,19 +81,23 @@ class Scrubber:
             TransferError: the store was closed.
             OSError: the place could not be written down.
         """
-        blocks = sorted((block.group, block.slot, block.key) for block in self._store.stored_blocks())
         geometries = self._store.geometries
         out = aligned_buffer(max((geometry.payload_bytes for geometry in geometries), default=0))
-        first = bisect_left(blocks, (*saved_place(self._store.directory), b""))
         saved = self._next_start = self._clock()
         bad: list[tuple[Place, str]] = []
         num_bytes = done = 0
         at: Place | None = None
         try:
-            for group, slot, key in blocks[first:]:
-                at = (group, slot)
-                if not self._wait(geometries[group].stride, should_stop):
+            # Slot by slot: sorting the rows of a large store would keep every other thread waiting, and new blocks would be left out.
+            for at in _places(geometries, saved_place(self._store.directory)):
+                group, slot = at
+                key = self._store.stored_key(group, slot)
+                if key is None and slot % _EMPTY_SLOTS:
+                    continue
+                if not self._wait(geometries[group].stride if key is not None else 0, should_stop):
                     break
+                if key is None:
+                    continue
                 reason = self._store.why_bad(group, slot, key, out[:geometries[group].payload_bytes])
                 if reason is not None:
                     self._condemn(at, key, reason)
@@ -124,3 +129,11 @@ class Scrubber:
 
     def _save(self, place: Place | None) -> None:
         write_atomically(self._store.directory / POSITION_NAME, json.dumps({"next": list(place or (0, 0)), "at": time.time()}) + "\n")
+
+
+def _places(geometries: Sequence[NvmeGeometry], start: Place) -> Iterator[Place]:
+    """All slots from ``start`` on, in order."""
+    for group, geometry in enumerate(geometries):
+        if group >= start[0]:
+            for slot in range(start[1] if group == start[0] else 0, geometry.num_slots):
+                yield group, slot

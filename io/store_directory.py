@@ -31,7 +31,8 @@ TEMPORARY_SUFFIX: Final = ".tmp"
 KEPT_SUFFIX: Final = ".damaged-"
 """And a time: a damaged manifest that was replaced."""
 
-_NOT_CONTENT: Final = {LOCK_NAME, "lost+found"}  # may be there before the directory is ours
+NOT_CONTENT: Final = {LOCK_NAME, "lost+found"}
+"""May be there before the directory is ours."""
 _log = logging.getLogger(__name__)
 
 
@@ -236,7 +237,7 @@ def refuse_foreign(path: Path) -> None:
     names = {entry.name for entry in path.iterdir()}
     if IDENTITY_NAME in names:
         return
-    content = sorted(name for name in names - _NOT_CONTENT if not (LOCK_NAME in names and name.endswith(TEMPORARY_SUFFIX)))
+    content = sorted(name for name in names - NOT_CONTENT if not (LOCK_NAME in names and name.endswith(TEMPORARY_SUFFIX)))
     if content:
         raise ConfigError(f"nvme_directory={str(path)!r} holds {len(content)} other entries ({', '.join(content[:3])}, ...) and no "
                           f"{IDENTITY_NAME}: it is not a kvtier store. Give an empty directory or one that does not exist yet")

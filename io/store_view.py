@@ -18,7 +18,9 @@ from typing import Final
 from kvtier.errors import ConfigError, CorruptBlock, TransferError
 from kvtier.io.direct_file import aligned_buffer
 from kvtier.io.manifest import Manifest, ManifestContents, ManifestRow, wal_path
+from kvtier.io.rank_directories import in_order_of_ranks
 from kvtier.io.slab import SlabFile
+from kvtier.io.sqlite_errors import NO_ROOM
 from kvtier.io.store_directory import (
     IDENTITY_NAME,
     KEPT_SUFFIX,
@@ -33,6 +35,7 @@ from kvtier.io.store_directory import (
 from kvtier.pools.nvme_geometry import NvmeGeometry
 
 _CLOSE_SECONDS: Final = 30.0
+_ROOM: Final = "Free some space there, or set TMPDIR to a folder that has room"
 
 
 def find_stores(directory: str | Path) -> list[Path]:
@@ -47,14 +50,14 @@ def find_stores(directory: str | Path) -> list[Path]:
             raise ConfigError(f"{path} {'is not a folder' if path.exists() else 'does not exist'}: name the directory of a store")
         if (path / IDENTITY_NAME).exists():
             return [path]
-        entries = sorted(path.iterdir())
+        entries = list(path.iterdir())
         found = [entry for entry in entries if entry.is_dir() and (entry / IDENTITY_NAME).exists()]
     except OSError as error:
         raise unusable(path, error) from error
     if not found:
         raise ConfigError(f"{path} is not a kvtier store: it holds {len(entries)} entries, and there is no {IDENTITY_NAME} in it or in a "
                           "folder right below it. Name the nvme_directory of a configuration, or the root above those of several ranks")
-    return found
+    return in_order_of_ranks(found)
 
 
 def identity_of(path: Path) -> StoreIdentity:
@@ -147,15 +150,36 @@ def _read_manifest(path: Path, identity: StoreIdentity) -> ManifestContents:
     source = path / MANIFEST_NAME
     if not source.is_file() or source.stat().st_size == 0:
         return ManifestContents(damage=[f"{MANIFEST_NAME} is missing or empty"] if any(identity.num_slots) else [])
-    with tempfile.TemporaryDirectory(prefix="kvtier-view-") as folder:
-        copy = Path(folder) / MANIFEST_NAME
-        shutil.copyfile(source, copy)
-        if wal_path(source).exists():
-            shutil.copyfile(wal_path(source), wal_path(copy))
+    with _folder_for_copies() as folder:
+        copy = folder / MANIFEST_NAME
+        for original, place in ((source, copy), (wal_path(source), wal_path(copy))):
+            if original.exists():
+                _copy(original, place)
         manifest = Manifest(copy, identity.namespace_digest)
         try:
             return manifest.load()
         except TransferError as error:
-            raise ConfigError(f"{source} cannot be read: {error}") from error
+            raise ConfigError(f"{source} cannot be read from a copy in {folder}: {error}") from error
         finally:
             manifest.close(_CLOSE_SECONDS)
+
+
+@contextlib.contextmanager
+def _folder_for_copies() -> Iterator[Path]:
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="kvtier-view-")
+    except OSError as error:
+        raise ConfigError(f"no folder for a copy of the manifest can be made ({error.strerror}: {error.filename or 'TMPDIR'}). "
+                          f"{_ROOM}") from error
+    with folder as path:
+        yield Path(path)
+
+
+def _copy(original: Path, place: Path) -> None:
+    try:
+        shutil.copyfile(original, place)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise  # the store's own file cannot be read
+        raise ConfigError(f"{original} ({original.stat().st_size} bytes) cannot be copied into {place.parent}, which is full: the store is "
+                          f"read from a copy. {_ROOM}") from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError
@@ -24,6 +25,7 @@ BACKING: Final = 102        # list of backings that are given up before content
 KEPT_BACKING: Final = 103   # list of backings that are given up only together with what they back
 LISTS_PER_LEVEL: Final = 104
 NOT_QUEUED: Final = -1
+NEAR: Final = 64           # records looked at around an old neighbour before a list is searched from its ends
 
 
 class RecordExtra:
@@ -105,6 +107,10 @@ class LevelQueues:
         self.occupied: list[int] = []
 
 
+NOWHERE: Final = QueueRecord()
+"""In no list."""
+
+
 class ListHead(QueueRecord):
     """Both ends of one list: ``next`` is its front, ``previous`` its back. ``queue`` is its own number."""
 
@@ -142,6 +148,23 @@ class EvictionQueues:
         head = self.heads[level * LISTS_PER_LEVEL + EMPTY]
         _insert_after(head.previous, record, head)
 
+    def add_never_used(self, records: Sequence[QueueRecord], level: int) -> None:
+        """The same for all handles of a level at once, in this order: a large level has millions."""
+        head = self.heads[level * LISTS_PER_LEVEL + EMPTY]
+        queue = head.queue
+        last = head.previous
+        for record in records:
+            assert record.queue == NOT_QUEUED
+            record.queue = queue
+            record.previous = last
+            last.next = record
+            last = record
+        last.next = head
+        head.previous = last
+        count = len(records)
+        head.length += count
+        head.level.free += count
+
     def add_backing(self, record: QueueRecord, level: int) -> None:
         """A spare that holds the lower copy of a promoted block."""
         head = self.heads[level * LISTS_PER_LEVEL + BACKING]
@@ -172,23 +195,29 @@ class EvictionQueues:
         record.stamp = self.next_stamp
         self.next_stamp += 1
 
+    def add_newest(self, record: QueueRecord, level: int) -> None:
+        """Content found at start: most recently used of all, without a release. What is left of its duration stays."""
+        record.stamp = self.next_stamp
+        self.next_stamp += 1
+        head = self.heads[level * LISTS_PER_LEVEL + record.priority]
+        extra = record.extra
+        if extra is not None and extra.expires_at > 0.0:
+            self._await_expiry(record, extra.expires_at)
+        _insert_after(head.previous, record, head)
+
     def restore_content(self, record: QueueRecord, level: int) -> None:
         """Queue content where its last release or use puts it. It may have been busy since, without being used.
 
-        Looked for from both ends: what was just released belongs at the back, what was written ahead near the front.
+        What was just released belongs at the back. What was busy is looked for beside the neighbour it had, then from both ends.
         """
         head = self.heads[level * LISTS_PER_LEVEL + record.priority]
         stamp = record.stamp
         colder = head.previous
         if colder is not head and colder.stamp > stamp:
-            colder = colder.previous
-            warmer = head.next
-            while colder is not head and colder.stamp > stamp:
-                if warmer is head or warmer.stamp > stamp:
-                    colder = warmer.previous
-                    break
-                colder = colder.previous
-                warmer = warmer.next
+            neighbour = record.previous
+            colder = _beside(neighbour, stamp) if neighbour.queue == head.queue else neighbour
+            if colder.queue != head.queue:
+                colder = _from_both_ends(head, stamp)
         extra = record.extra
         if extra is not None and extra.expires_at > 0.0:
             self._await_expiry(record, extra.expires_at)
@@ -287,6 +316,11 @@ class EvictionQueues:
         base = level * LISTS_PER_LEVEL
         return self.heads[base + BACKING].length + self.heads[base + KEPT_BACKING].length
 
+    def content_by_priority(self, level: int) -> dict[int, int]:
+        """How many records of content there are of each priority that has any, ascending."""
+        base = level * LISTS_PER_LEVEL
+        return {priority: int(self.heads[base + priority].length) for priority in self.levels[level].occupied}
+
     def coldest(self, level: int, min_priority: int, limit: int) -> list[QueueRecord]:
         """Up to ``limit`` records of content of at least ``min_priority``, in the order in which they would be given up."""
         found: list[QueueRecord] = []
@@ -336,6 +370,35 @@ def _insert_after(place: QueueRecord, record: QueueRecord, head: ListHead) -> No
             insort(level.occupied, head.kind)
         level.evictable += 1
     head.length += 1
+
+
+def _beside(neighbour: QueueRecord, stamp: int) -> QueueRecord:
+    """The warmest record of the neighbour's list that is not warmer than ``stamp``, if it is near; otherwise one that is in no list."""
+    steps: i64 = NEAR
+    place = neighbour
+    while place.stamp > stamp:  # the head's is 0
+        place = place.previous
+        steps -= 1
+        if steps == 0:
+            return NOWHERE
+    while place.next.stamp <= stamp and place.next.stamp != 0:
+        place = place.next
+        steps -= 1
+        if steps == 0:
+            return NOWHERE
+    return place
+
+
+def _from_both_ends(head: ListHead, stamp: int) -> QueueRecord:
+    """The warmest record of a list that is not warmer than ``stamp``; the head when there is none."""
+    colder = head.previous
+    warmer = head.next
+    while colder is not head and colder.stamp > stamp:
+        if warmer is head or warmer.stamp > stamp:
+            return warmer.previous
+        colder = colder.previous
+        warmer = warmer.next
+    return colder
 
 
 def _is_awaited(entry: tuple[float, int, QueueRecord]) -> bool:

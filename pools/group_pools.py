@@ -1,14 +1,38 @@
-"""``GroupPools``: the memory of one group on the two levels that are memory."""
+"""``GroupPools``: the memory of one group on the two levels that are memory; ``HostPools``: the same where the engine owns the first."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.layout import KVLayout, LayerGroup
+from kvtier.pools.page_layout import PageBlock
 from kvtier.pools.primary import PrimaryPool
 from kvtier.pools.sizing import PoolSizes
+
+BlockGroup = LayerGroup | PageBlock
+
+
+class GroupMemory(Protocol):
+    """What transfers need to know of a group's memory."""
+
+    @property
+    def group(self) -> BlockGroup: ...
+    @property
+    def primary(self) -> PrimaryPool | None: ...
+    @property
+    def secondary(self) -> HostArena | None: ...
+
+
+@dataclass
+class HostPools:
+    """A group whose first level is the engine's own pool."""
+
+    group: PageBlock
+    secondary: HostArena | None
+    primary: None = None
 
 
 @dataclass

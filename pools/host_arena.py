@@ -61,12 +61,14 @@ class HostArena:
         num_slots: at least 1.
         block_bytes: bytes of one block of the group.
         pin: register the memory with CUDA, so that device copies run by DMA and beside the host. Needs cupy and a GPU.
+        memory: somebody else's memory to use instead of new one (shared with other processes, say), uint8 ``[num_slots * stride]``
+            from a page boundary on. It is theirs to give back.
 
     Raises:
         ConfigError: sizes below 1, no address space or memory for the mapping, or CUDA would not register it.
     """
 
-    def __init__(self, num_slots: int, block_bytes: int, pin: bool) -> None:
+    def __init__(self, num_slots: int, block_bytes: int, pin: bool, memory: npt.NDArray[np.uint8] | None = None) -> None:
         if num_slots < 1 or block_bytes < 1:
             raise ConfigError(f"secondary: {num_slots} slots of {block_bytes} bytes; both must be at least 1")
         self.num_slots = num_slots
@@ -74,13 +76,17 @@ class HostArena:
         self.stride = -(-block_bytes // ALIGNMENT) * ALIGNMENT
         self.slots_per_piece = max(1, PIECE_BYTES // self.stride)
         num_bytes = num_slots * self.stride
-        try:
-            self._memory = anonymous_memory(num_bytes)
-        except (OSError, OverflowError, ValueError) as error:
-            raise ConfigError(f"secondary: {num_slots} slots of {self.stride} bytes want {num_bytes} bytes of host "
-                              f"memory, which the system refused ({error}); lower secondary=...") from error
-        self.padded_rows: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8, num_bytes).reshape(
-            num_slots, self.stride)
+        self._memory: mmap.mmap | None = None
+        if memory is None:
+            try:
+                self._memory = anonymous_memory(num_bytes)
+            except (OSError, OverflowError, ValueError) as error:
+                raise ConfigError(f"secondary: {num_slots} slots of {self.stride} bytes want {num_bytes} bytes of host "
+                                  f"memory, which the system refused ({error}); lower secondary=...") from error
+            memory = np.frombuffer(self._memory, np.uint8, num_bytes)
+        assert memory.shape == (num_bytes,)
+        assert memory.ctypes.data % ALIGNMENT == 0
+        self.padded_rows: npt.NDArray[np.uint8] = memory.reshape(num_slots, self.stride)
         self.rows: npt.NDArray[np.uint8] = self.padded_rows[:, :block_bytes]
         self._registered: list[int] = []
         self._closed = False
@@ -99,7 +105,8 @@ class HostArena:
         return address
 
     def close(self) -> None:
-        """Unregister and give the memory back, also under views that others still hold: they read zeros.
+        """Unregister and give the memory back, also under views that others still hold: they read zeros. Memory that is somebody
+        else's is only unregistered.
 
         No copy may be running on this memory. May be called again.
         """
@@ -107,9 +114,11 @@ class HostArena:
             return
         self._closed = True
         self._unpin()
+        self.padded_rows = self.rows = np.empty((0, 0), dtype=np.uint8)
+        if self._memory is None:
+            return
         # A forgotten view keeps the mapping alive but must not keep the pages: that is how host tiers leak.
         _advise(self._memory, mmap.MADV_DONTNEED)
-        self.padded_rows = self.rows = np.empty((0, 0), dtype=np.uint8)
         with suppress(BufferError):  # raised while a view exists; the mapping then ends with the last view
             self._memory.close()
 
@@ -121,7 +130,8 @@ class HostArena:
             self.close()
             raise ConfigError("secondary: pinning needs cupy; install kvtier[cuda] or use device='cpu'") from error
         # A forked child must not share these pages: copy-on-write would leave the device writing into the child's copy.
-        _advise(self._memory, mmap.MADV_DONTFORK)
+        if self._memory is not None:
+            _advise(self._memory, mmap.MADV_DONTFORK)
         address = self.padded_rows.ctypes.data
         for start in range(0, num_bytes, self.slots_per_piece * self.stride):
             length = min(self.slots_per_piece * self.stride, num_bytes - start)

@@ -147,12 +147,15 @@ class FreeSpace:
             ``host_bytes`` and primary is served first.
         disk_bytes: what the slab files may occupy: free space less the reserve, plus what they occupy already; None
             without a directory.
+        host_part_bytes, disk_part_bytes: what a size in percent is a share of, where other ranks on this machine have the rest; None: all.
     """
 
     host_bytes: int
     host_limit: str = "host memory"
     device_bytes: int | None = None
     disk_bytes: int | None = None
+    host_part_bytes: int | None = None
+    disk_part_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,7 @@ def nvme_geometries(layout: KVLayout, sizes: PoolSizes) -> list[NvmeGeometry]:
 
 def resolve_sizes(layout: KVLayout, primary: object, secondary: object, nvme: object, free: FreeSpace,
                   group_shares: Sequence[float] | None = None, max_tokens: int | None = None,
-                  has_direct_nvme: bool = False) -> PoolSizes:
+                  has_direct_nvme: bool = False, byte_divisor: int = 1) -> PoolSizes:
     """Block counts per group and level, and the check that they fit into what is free.
 
     A size is one for all groups (blocks: of each group; bytes and shares: of the level, split by ``group_shares``, equal by default) or a
@@ -196,6 +199,8 @@ def resolve_sizes(layout: KVLayout, primary: object, secondary: object, nvme: ob
     ``max_tokens`` caps each group's primary level at the blocks of so many tokens. The smaller of size and cap counts, and a
     warning names both where they differ.
 
+    ``byte_divisor``: sizes in bytes are for so many ranks together, of which this is one.
+
     ``has_direct_nvme``: primary blocks reach NVMe by themselves (GPUDirect Storage), so a group may do without secondary blocks.
 
     Raises:
@@ -205,8 +210,10 @@ def resolve_sizes(layout: KVLayout, primary: object, secondary: object, nvme: ob
     """
     shares = _group_shares(layout, group_shares)
     on_device = free.device_bytes is not None
-    primary_free = free.device_bytes if free.device_bytes is not None else free.host_bytes
-    primary_counts = _level_counts(layout, primary, PRIMARY, shares, primary_free)
+    host_part = free.host_bytes if free.host_part_bytes is None else free.host_part_bytes
+    disk_part = free.disk_bytes if free.disk_part_bytes is None else free.disk_part_bytes
+    primary_free = free.device_bytes if free.device_bytes is not None else host_part
+    primary_counts = _level_counts(layout, primary, PRIMARY, shares, primary_free, byte_divisor)
     for group, count in zip(layout.groups, primary_counts, strict=True):
         if count == 0:
             raise ConfigError(f"primary={primary!r} gives group {group.number} no block; a block of it takes "
@@ -214,10 +221,10 @@ def resolve_sizes(layout: KVLayout, primary: object, secondary: object, nvme: ob
     if max_tokens is not None:
         primary_counts = _capped(layout, primary, primary_counts, max_tokens)
     taken = 0 if on_device else level_bytes(layout, primary_counts, PRIMARY)
-    secondary_counts = _level_counts(layout, secondary, SECONDARY, shares, max(0, free.host_bytes - taken))
+    secondary_counts = _level_counts(layout, secondary, SECONDARY, shares, max(0, host_part - taken), byte_divisor)
     if free.disk_bytes is None and any(size.amount for size in parse_sizes(nvme, "nvme")):
         raise ConfigError(f"nvme={nvme!r} wants a folder for its files; set nvme_directory=...")
-    nvme_counts = _level_counts(layout, nvme, NVME, shares, free.disk_bytes or 0)
+    nvme_counts = _level_counts(layout, nvme, NVME, shares, disk_part or 0, byte_divisor)
     sizes = PoolSizes(primary_counts, secondary_counts, nvme_counts)
     check_fits(layout, sizes, free)
     for number, below in enumerate(nvme_counts):
@@ -293,7 +300,8 @@ def check_group_shares(shares: Sequence[float]) -> None:
         raise ConfigError(f"group_shares={list(shares)}: the shares must add up to more than 0")
 
 
-def _level_counts(layout: KVLayout, given: object, level: int, shares: list[Fraction], available: int) -> tuple[int, ...]:
+def _level_counts(layout: KVLayout, given: object, level: int, shares: list[Fraction], available: int,
+                  byte_divisor: int) -> tuple[int, ...]:
     """Blocks of each group on one level. On the lower ones cross-attention has none: what it keeps is never stored, so that nothing of it
     ever goes down."""
     groups = layout.groups
@@ -311,6 +319,7 @@ def _level_counts(layout: KVLayout, given: object, level: int, shares: list[Frac
     else:
         total = sum(share for share, counts in zip(shares, goes_down, strict=True) if counts)
         parts = [(sizes[0], share / total if total else share) for share in shares]
+    parts = [(size, share / byte_divisor if size.kind is SizeKind.BYTES else share) for size, share in parts]
     return tuple(_blocks(group, size, level, share, available) if counts else 0
                  for group, (size, share), counts in zip(groups, parts, goes_down, strict=True))
 

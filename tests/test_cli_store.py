@@ -135,3 +135,14 @@ def test_one_that_fails_halfway_does_not_keep_the_others_from_their_turn(tmp_pat
     assert code == 1
     assert str(error) in output
     assert "rank-1: 3 blocks forgotten" in output
+
+
+def test_ranks_under_a_root_come_in_order_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    for rank in (0, 2, 10):
+        make_store(tmp_path / f"rank-{rank}-of-11")
+    code, output = run("ls", tmp_path)
+    assert code == 0
+    at = [output.index(f"rank-{rank}-of-11: format") for rank in (0, 2, 10)]
+    assert at == sorted(at)
+    assert "rank-1-of-11 is missing; that rank starts without stored blocks" in output
+    assert "is missing" not in run("ls", tmp_path / "rank-0-of-11")[1]

@@ -58,7 +58,7 @@ class TierConfig(BaseSettings):
     """
 
     model_config = SettingsConfigDict(strict=True, extra="forbid", frozen=True, env_prefix=ENVIRONMENT_PREFIX,
-                                      arbitrary_types_allowed=True, allow_inf_nan=False)
+                                      arbitrary_types_allowed=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     primary: Sizes = "90%"
     """Device memory for blocks (host memory with ``device="cpu"``). At least one block per group."""
@@ -71,6 +71,15 @@ class TierConfig(BaseSettings):
     add up to 1. None: equally. A size in blocks is each group's, and a list has each group's own size."""
     max_tokens: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
     """Most tokens for which the primary level holds blocks, in each group. With ``primary``, the smaller of the two counts."""
+
+    rank: Annotated[int, Field(ge=0, le=1 << 20)] = 0
+    """Which of ``num_ranks`` this process is, from 0."""
+    num_ranks: Annotated[int, Field(ge=1, le=1 << 20)] = 1
+    """Processes of one engine on this machine whose blocks hold different parts of the same tokens (tensor or pipeline parallel). Each has
+    a store of its own under ``nvme_directory``. Percentages of host memory and disk are divided among them."""
+    size_scope: Literal["rank", "total"] = "rank"
+    """Whether sizes in bytes are of each rank, or of all ``num_ranks`` together, in equal parts. A size in blocks is each rank's always:
+    every rank holds its part of every block."""
 
     max_batch_size: Annotated[int, Field(ge=1, le=1 << 20)] = 64
     """Most sequences in one step; block tables are allocated for it."""
@@ -86,7 +95,7 @@ class TierConfig(BaseSettings):
     A request for whose chunk there are none waits. None: enough for two chunks."""
 
     nvme_directory: Path | None = None
-    """Folder of the NVMe level. ``~`` and ``$VARS`` are expanded."""
+    """Folder of the NVMe level. ``~`` and ``$VARS`` are expanded. With several ranks, the root under which each has its own."""
     nvme_free_space_reserve: str = "1GiB"
     """Free space that the NVMe level leaves on its file system; a size in bytes."""
     nvme_sync: bool = False
@@ -129,6 +138,9 @@ class TierConfig(BaseSettings):
     """Folder under which a request's own ``directory`` must lie, for ``TransferMode.POSIX_DEBUG_FALLBACK``. None: requests may not name
     one."""
 
+    layer_pieces: Annotated[int, Field(ge=1, le=1 << 16)] = 4
+    """Into how many pieces, by layers, blocks are cut on their way from the secondary to the primary level, at most, so that a forward pass
+    can begin with the first layers (see ``step``). Small loads are not cut, nor those whose pieces would be too small. 1: none."""
     prefetch_bandwidth: str | None = "1GiB/s"
     """What ``prefetch`` reads and copies at most, all prefetches together. None: it does nothing."""
     load_decision: Literal["auto", "always"] = "auto"
@@ -249,6 +261,12 @@ class TierConfig(BaseSettings):
     @classmethod
     def _read_faults(cls, value: object) -> object:
         return parse_faults(value) if isinstance(value, str) or _is_texts(value) else value
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> TierConfig:
+        if self.rank >= self.num_ranks:
+            raise ConfigError(f"rank={self.rank} with num_ranks={self.num_ranks}: ranks are numbered from 0 to num_ranks - 1; set both")
+        return self
 
     @model_validator(mode="after")
     def _check_scratch(self) -> TierConfig:

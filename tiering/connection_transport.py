@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import closing
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 from kvtier.errors import ConfigError, TransferError
+from kvtier.io.threads import start_thread
 from kvtier.tiering.event_transport import check_rank
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,9 @@ class ConnectionTransport:
 
     ``connections``: at rank 0 one for each other rank, elsewhere ``{0: connection}``; both ends of ``multiprocessing.Pipe()``
     for example. Where processes have no such pipe, rank 0 calls :meth:`listen` and the others :meth:`connect`.
+
+    Raises:
+        ConfigError: connections that are not those, which stay open; or a thread cannot be started, and all connections are closed.
     """
 
     def __init__(self, rank: int, num_ranks: int, connections: Mapping[int, Connection[Any, Any]]) -> None:
@@ -51,10 +56,13 @@ class ConnectionTransport:
         self._room = threading.Semaphore(MAX_WAITING)
         self._sending = threading.Lock()
         self._is_closed = False
-        self._readers = [threading.Thread(target=self._read, args=(other, connection), name=f"kvtier-gather-read-{other}", daemon=True)
-                         for other, connection in self._connections.items()]
-        for reader in self._readers:
-            reader.start()
+        self._readers: list[threading.Thread] = []
+        try:
+            for other, connection in self._connections.items():
+                self._readers.append(start_thread(partial(self._read, other, connection), f"kvtier-gather-read-{other}"))
+        except ConfigError:
+            self.close()
+            raise
 
     @classmethod
     def listen(cls, path: str | Path, num_ranks: int, timeout: float = 60.0) -> ConnectionTransport:

@@ -7,14 +7,13 @@ queue, which is drained on every entry.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
 
@@ -26,6 +25,7 @@ from kvtier.io.device import Device, open_device
 from kvtier.io.drive_queue import DriveQueue
 from kvtier.io.manifest import collector_paused
 from kvtier.io.nvme_store import NvmeStore
+from kvtier.io.rank_directories import occupied_by_ranks, prepare_rank_directory, rank_directory
 from kvtier.io.store_directory import occupied_bytes
 from kvtier.io.store_writes import WRITE_THREADS
 from kvtier.pools.group_pools import open_group_pools
@@ -47,10 +47,11 @@ from kvtier.tiering.ledger.events import Event
 from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupSpec
 from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.ledger import Ledger
-from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
+from kvtier.tiering.ledger.moves import Discard, Move
 from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.load_speed import LoadMeter
 from kvtier.tiering.loading import LoadDecider
+from kvtier.tiering.namespace import chain_seed, store_namespace
 from kvtier.tiering.poison import Poison
 from kvtier.tiering.statistics import GdsStats, IterationStats, PrefetchStats, RequestStats, Stats, collect_request
 from kvtier.tiering.statistics_recorder import StatisticsRecorder
@@ -59,7 +60,6 @@ from kvtier.types import TransferMode
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION: Final = 1
 GDS_MODE: Final = TransferMode.GDS.value
 RESET_PAUSE: Final = 0.001  # seconds between two looks
 LEAST_CLEARING: Final = 1.0  # seconds for writing a reset down, even when the transfers took all of its time
@@ -81,8 +81,6 @@ class TierCore:
         if any(sizes.nvme) and not model:
             raise ConfigError(f"model={model!r}: an NVMe level needs model=\"name@revision:weights-digest\", so that another model's "
                               "blocks are never served")
-        self._namespace = json.dumps({"format": FORMAT_VERSION, "model": model or "", "layout": json.loads(layout.describe()), "ranks": 1},
-                                     sort_keys=True)
         self._lock = threading.RLock()
         self._submit_lock = threading.Lock()
         self._outbox: deque[Move | Discard] = deque()
@@ -96,7 +94,7 @@ class TierCore:
         self._prefill_rate: float | None = None
         self._prefetched = PrefetchStats()
         self._load_meter = LoadMeter([group.block_bytes for group in layout.groups])
-        self._ledger = _ledger(layout, config, sizes, hashlib.sha256(self._namespace.encode()).digest())
+        self._ledger = _ledger(layout, config, sizes, chain_seed(layout, model, config.num_ranks))
         for allocator in self._ledger.allocators:
             allocator.wall_clock_offset = time.time() - self._clock()
         with ExitStack() as undo:  # what fails here must not leave the directory locked
@@ -110,13 +108,15 @@ class TierCore:
                 undo.callback(self._gds.close)
             self._debug: DebugPath | None = None
             if config.request_directory_root is not None:
-                self._debug = DebugPath(config.request_directory_root, self.pools, self.store, pin=device != "cpu")
+                self._debug = DebugPath(config.request_directory_root, self.pools, self.store, pin=device != "cpu",
+                                        file_prefix=f"rank-{config.rank}-" if config.num_ranks > 1 else "")
                 undo.callback(self._debug.let_go)
             self.transfers = TransferManager(self._device, self.pools, self.store, faults=config.faults,
                                              read_threads=config.read_threads, staging_blocks=config.read_threads + 2,
                                              staging_bytes=config.read_threads * RUN_BYTES, gds=self._gds, debug=self._debug,
                                              check_order=config.debug_checks,
-                                             write_bytes_per_second=config.nvme_write_bytes_per_second)
+                                             write_bytes_per_second=config.nvme_write_bytes_per_second,
+                                             layer_pieces=config.layer_pieces)
             undo.callback(self.transfers.close, 1.0)
             if config.faults is not None:
                 logger.warning("faults are injected into this cache (%s): %s. For trials only: blocks are really lost and files really "
@@ -191,11 +191,14 @@ class TierCore:
 
     def stats(self) -> Stats:
         """Everything counted since the start, and what the levels hold now."""
-        gds = self._gds_stats()  # not under the lock: the store has locks of its own
+        store = self.store.stats() if self.store is not None else None  # not under the lock: the store has locks of its own
+        gds = GdsStats(self.nvme_path.name, self.nvme_path.reason)
+        if store is not None:
+            gds = replace(gds, read_blocks=store.gds_read_blocks, written_blocks=store.gds_written_blocks, detours=store.gds_detours)
         with self.locked():
             faults = self.config.faults.counts() if self.config.faults is not None else {}
             return self._statistics.stats(self._events.dropped, self._prefill_rate, faults, gds, loading=self._loading.stats(),
-                                          prefetch=self._prefetched)
+                                          prefetch=self._prefetched, store=store, copy_paths=self.transfers.copy_paths)
 
     def iteration_stats(self) -> IterationStats:
         """What was counted between the last two calls of :meth:`refresh`, and the levels at the second one."""
@@ -333,6 +336,7 @@ class TierCore:
         for record in records:
             if isinstance(record, Move):
                 self._load_meter.issued(record, now)
+                self._statistics.times.issued(record, now)
                 if self._debug is not None and not record.key and self._debug.takes(record):
                     allocator = self._ledger.allocators[record.group]
                     self._debug.name(record, allocator.chain_key(allocator.blocks[record.block_id]))
@@ -377,6 +381,7 @@ class TierCore:
         for result in self.transfers.drain():
             move = result.move
             self._load_meter.ended(move, result.ended, result.error is None)
+            self._statistics.times.ended(result)
             if result.error is None:
                 self._totals.add(level_of(move.source), level_of(move.destination), result.num_bytes, result.seconds)
                 self._ledger.finish(move, False)
@@ -392,12 +397,6 @@ class TierCore:
             # Not after a failed copy out of the staging buffer, or a read cancelled at the end: those say nothing about the slot.
             is_bad = self.store is not None and is_read and self.store.is_quarantined(move.group, slot_of(move.source))
             self._ledger.finish(move, True, is_bad)
-
-    def _gds_stats(self) -> GdsStats:
-        if self.store is None:
-            return GdsStats(self.nvme_path.name, self.nvme_path.reason)
-        found = self.store.stats()
-        return GdsStats(self.nvme_path.name, self.nvme_path.reason, found.gds_read_blocks, found.gds_written_blocks, found.gds_detours)
 
     def _note_unfulfilled(self) -> None:
         """A request wanted its blocks read directly, and the tier has no such way."""
@@ -415,14 +414,16 @@ class TierCore:
     def _open_store(self, sizes: PoolSizes) -> NvmeStore | None:
         if not any(sizes.nvme):
             return None
-        assert self.config.nvme_directory is not None
+        config = self.config
+        assert config.nvme_directory is not None
+        directory = prepare_rank_directory(config.nvme_directory, config.rank, config.num_ranks)
+        namespace = store_namespace(self.layout, self.model, config.rank, config.num_ranks)
         geometries = [NvmeGeometry(group.block_bytes, count) for group, count in zip(self.layout.groups, sizes.nvme, strict=True)]
-        store = NvmeStore.open(self.config.nvme_directory, self._namespace, geometries, faults=self.config.faults,
-                               free_space_reserve=self.config.nvme_free_space_reserve_bytes, sync=self.config.nvme_sync,
-                               drive=DriveQueue(self.config.read_threads, WRITE_THREADS, self.config.nvme_write_bytes_per_second))
-        rows = [WarmRow(row.group, row.slot, row.key, row.priority, row.expiry, row.hits) for row in store.stored_blocks()]
+        store = NvmeStore.open(directory, namespace, geometries, faults=config.faults, sync=config.nvme_sync,
+                               free_space_reserve=config.nvme_free_space_reserve_bytes,
+                               drive=DriveQueue(config.read_threads, WRITE_THREADS, config.nvme_write_bytes_per_second))
         self._ledger.set_time(self._clock())
-        self._ledger.adopt_store(rows, list(store.quarantined()))
+        self._ledger.adopt_store(store.stored_blocks(), store.quarantined())
         self._queue_records()
         return store
 
@@ -457,11 +458,14 @@ def _sizes(layout: KVLayout, config: TierConfig, device: str) -> PoolSizes:
         raise ConfigError(f"device={device!r}: this torch ({torch.__version__}) cannot use CUDA; install a torch built for CUDA, or use "
                           "device='cpu'")
     device_bytes = None if device == "cpu" else int(torch.cuda.mem_get_info(torch.device(device))[0])
-    disk_bytes: int | None = None
+    disk_bytes = disk_part = None
     if config.nvme_directory is not None:
-        free_bytes = free_disk_bytes(config.nvme_directory) + occupied_bytes(config.nvme_directory)
-        disk_bytes = max(free_bytes - config.nvme_free_space_reserve_bytes, 0)
-    free = FreeSpace(host.available_bytes, host.limited_by, device_bytes, disk_bytes)
+        free_bytes = free_disk_bytes(config.nvme_directory) - config.nvme_free_space_reserve_bytes
+        own = rank_directory(config.nvme_directory, config.rank, config.num_ranks)
+        disk_bytes = max(free_bytes + occupied_bytes(own), 0)
+        disk_part = max(free_bytes + occupied_by_ranks(config.nvme_directory), 0) // config.num_ranks
+    free = FreeSpace(host.available_bytes, host.limited_by, device_bytes, disk_bytes, host.available_bytes // config.num_ranks, disk_part)
     sizes = resolve_sizes(layout, config.primary, config.secondary, config.nvme, free, config.group_shares, config.max_tokens,
-                          has_direct_nvme=config.gds == "required")
+                          has_direct_nvme=config.gds == "required",
+                          byte_divisor=config.num_ranks if config.size_scope == "total" else 1)
     return sizes if config.allreduce_min is None else minimum_over_ranks(sizes, config.allreduce_min, layout)

@@ -52,12 +52,14 @@ class DebugPath:
         pools: by group.
         store: the NVMe level; None without one.
         pin: whether buffers are pinned, for a CUDA device.
+        file_prefix: begins the names of files. Ranks of one engine get the same requests, so each has its own.
 
     Raises:
         ConfigError: the folder cannot be used, or aiofiles is not installed.
     """
 
-    def __init__(self, root: Path, pools: Sequence[GroupPools], store: BlockStore | None, pin: bool) -> None:
+    def __init__(self, root: Path, pools: Sequence[GroupPools], store: BlockStore | None, pin: bool,
+                 file_prefix: str = "") -> None:
         try:
             import aiofiles  # type: ignore[import-untyped]  # noqa: F401 (only whether it is there)
         except ImportError as error:
@@ -66,6 +68,7 @@ class DebugPath:
         self.root = RequestRoot(root)
         self.staging = [StagingPool(BUFFERS, pool.group.block_bytes, pin) for pool in pools]
         self._pools = pools
+        self._file_prefix = file_prefix
         self._store = store
         self._nodes: SimpleQueue[TransferNode | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -249,7 +252,7 @@ class DebugPath:
             folder = self.root.open(move.directory)
             try:
                 line = header(move, key, self._pools[move.group].group, row)
-                found = runner.run(write_and_read_back(folder, file_name(move), line, row))
+                found = runner.run(write_and_read_back(folder, self._file_prefix + file_name(move), line, row))
             finally:
                 os.close(folder)
             row[:] = np.frombuffer(found, dtype=np.uint8)

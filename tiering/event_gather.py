@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
-from kvtier.errors import RequestError, TransferError
+from kvtier.errors import ConfigError, RequestError, TransferError
+from kvtier.io.threads import start_thread
 from kvtier.tiering import arguments
 from kvtier.tiering.event_codec import decode_events, encode_events
 from kvtier.tiering.event_stream import EventBuffer, EventStream
@@ -84,6 +85,9 @@ class EventGather:
 
     At rank 0, ``poll``, ``events`` and ``ranks`` give the merged events and what became of each rank; at most the stream's
     ``max_size`` times the number of ranks wait to be read. Rank 0 need not be the one that has most to tell.
+
+    Raises:
+        ConfigError: a thread cannot be started. The stream may be closed then; the transport is the caller's to close.
     """
 
     def __init__(self, stream: EventStream[Event], transport: GatherTransport, period: float = 0.005, silent_after: float = 10.0) -> None:
@@ -98,11 +102,14 @@ class EventGather:
         self._close_lock = threading.Lock()
         self._agreed: bool | None = None
         self._has_failed = False  # rank 0 could not be told everything
-        self._forwarding = threading.Thread(target=self._forward, name="kvtier-gather-send", daemon=True)
-        self._receiving = threading.Thread(target=self._receive, name="kvtier-gather-receive", daemon=True)
-        self._forwarding.start()
-        if self.rank == 0:
-            self._receiving.start()
+        self._forwarding = start_thread(self._forward, "kvtier-gather-send")
+        try:
+            self._receiving = start_thread(self._receive, "kvtier-gather-receive") if self.rank == 0 else None
+        except ConfigError:
+            self._stopping.set()
+            stream.close()
+            self._forwarding.join(1.0)
+            raise
 
     # -- reading, at rank 0 ------------------------------------------------------------------------------------------------
 
@@ -154,6 +161,7 @@ class EventGather:
         self.close()
 
     def _others_have_left(self, deadline: float) -> bool:
+        assert self._receiving is not None
         self._receiving.join(_left(deadline))
         missing = [rank.rank for rank in self._ranks[1:] if rank.state is not RankState.LEFT]
         if missing:

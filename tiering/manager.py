@@ -26,6 +26,7 @@ from kvtier.tiering.ledger.request import Request, token_bytes
 from kvtier.tiering.ledger.truncating import truncate
 from kvtier.tiering.planning import Planning, as_request
 from kvtier.tiering.prefetching import Prefetching
+from kvtier.tiering.progress_watch import ProgressWatch
 
 STEP_TIMEOUT: Final = 60.0  # seconds a step waits for copies between memories, which take milliseconds
 
@@ -60,6 +61,7 @@ class KVCacheManager(Drafting, Planning, Prefetching):
             self.close(timeout=1.0)
             raise
         self._table_lock = threading.Lock()
+        self._progress = ProgressWatch()
 
     # -- requests --------------------------------------------------------------------------------------------------------
 
@@ -195,7 +197,8 @@ class KVCacheManager(Drafting, Planning, Prefetching):
         """
         arguments.truth("store", store)
         with self.locked() as ledger:
-            ledger.sequence(request_id)
+            sequence = ledger.sequence(request_id)
+            self._progress.end(sequence, store and self.config.enable_block_reuse and not sequence.request.skip_write)
             if request_id not in self._stepping:
                 return ledger.remove_sequence(request_id, store)
             if self._ended_in_step.setdefault(request_id, store) and not store:
@@ -314,6 +317,11 @@ class KVCacheManager(Drafting, Planning, Prefetching):
         block_access.write(self, block_id, data, group)
 
     # -- inside ----------------------------------------------------------------------------------------------------------
+
+    def _leave_step(self, ids: Sequence[int]) -> None:
+        super()._leave_step(ids)
+        with self._lock:
+            self._progress.note_step(request_id for request_id in ids if request_id in self._ledger.sequences)
 
     def _check_retention(self, retention: RetentionConfig | None) -> None:
         if retention is not None and retention.directory is not None:

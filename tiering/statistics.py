@@ -5,14 +5,17 @@ Pictures are frozen; the ``collect_*`` functions make them under the manager's l
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from kvtier.io.store_messages import NvmeStats
 from kvtier.pools.pool_index import NUM_LEVELS, NVME, PRIMARY
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.sequence import ActiveSequence
+from kvtier.tiering.transfer_times import TimeHistogram
 from kvtier.types import Level
 
 Route = tuple[Level, Level]
@@ -78,7 +81,9 @@ class TierCounters:
 
     ``onboard_*`` and ``offload_*`` by (source, destination) level; ``copied_*`` within the primary level, when the front of a
     block is reused by copying it. Bytes are payload. Hits count when the bytes were delivered. ``dropped``: blocks that lost
-    their content for want of room or of priority; ``host_dropped``: those of them that were on the secondary level.
+    their content for want of room or of priority; ``host_dropped``: those of them that were on the secondary level. Of ``dropped``,
+    ``dropped_priority`` had not earned the next level, ``dropped_unconfirmed`` had been computed from what never arrived; the others
+    found no room.
     """
 
     hit_tokens: PerLevel
@@ -97,11 +102,19 @@ class TierCounters:
     missed: int
     dropped: int
     host_dropped: int
+    dropped_priority: int
+    dropped_unconfirmed: int
     lost: int
     quarantined: int
     fallbacks: int
     checksum_failures: int
     transfer_failures: int
+
+    @property
+    def dropped_by_reason(self) -> Mapping[str, int]:
+        """``dropped``, by "room", "priority" and "unconfirmed"."""
+        return {"room": self.dropped - self.dropped_priority - self.dropped_unconfirmed, "priority": self.dropped_priority,
+                "unconfirmed": self.dropped_unconfirmed}
 
     @property
     def hit_rate(self) -> float:
@@ -200,13 +213,19 @@ class Stats(TierCounters):
     """A picture of the whole tier: the counters since the start, and what the levels hold now.
 
     ``primary``, ``secondary`` and ``nvme`` add up ``groups``. ``advice``: what to change where transfers have long been out of
-    balance, otherwise None. ``faults``: how often each rule of the configuration's ``faults`` has hit; empty without.
+    balance, otherwise None. ``faults``: how often each rule of the configuration's ``faults`` has hit; empty without. ``copy_paths``: on
+    CUDA by direction, how many small pieces of memory are copied, as it was measured when the first cache of the process started.
+    ``priorities``: evictable blocks of all groups by level and priority. ``move_seconds``: what Moves took from their decision to their
+    end, by route; ``move_wait_seconds``: how much of it was waiting. ``store``: what the NVMe level itself counts; None without one.
     """
 
     primary: LevelStats
     secondary: LevelStats
     nvme: LevelStats
     groups: tuple[GroupStats, ...]
+    priorities: Mapping[Level, Mapping[int, int]]
+    move_seconds: Mapping[Route, TimeHistogram]
+    move_wait_seconds: Mapping[Route, TimeHistogram]
     leases: int
     sequences: int
     dropped_events: int
@@ -216,6 +235,8 @@ class Stats(TierCounters):
     prefetch: PrefetchStats
     faults: Mapping[str, int]
     gds: GdsStats
+    copy_paths: Mapping[str, str]
+    store: NvmeStats | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +350,17 @@ def collect_levels(allocator: BlockAllocator) -> tuple[LevelStats, ...]:
 def collect_groups(allocators: Sequence[BlockAllocator]) -> tuple[GroupStats, ...]:
     """Blocks of each level of each group now."""
     return tuple([GroupLevels(group, *collect_levels(allocator)) for group, allocator in enumerate(allocators)])
+
+
+def collect_priorities(allocators: Sequence[BlockAllocator]) -> dict[Level, dict[int, int]]:
+    """Evictable blocks of all groups by level and priority, ascending."""
+    found: dict[Level, dict[int, int]] = {}
+    for level in Level:
+        counts: Counter[int] = Counter()
+        for allocator in allocators:
+            counts.update(allocator.queues.content_by_priority(int(level)))
+        found[level] = dict(sorted(counts.items()))
+    return found
 
 
 def total_levels(groups: Sequence[GroupStats]) -> tuple[LevelStats, LevelStats, LevelStats]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
+from kvtier.io.store_messages import NvmeStats
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.statistics import (
@@ -28,11 +29,13 @@ from kvtier.tiering.statistics import (
     TransferTotals,
     collect_counters,
     collect_groups,
+    collect_priorities,
     since,
     total_levels,
     used_blocks,
 )
 from kvtier.tiering.transfer_balance import TransferBalance
+from kvtier.tiering.transfer_times import TransferTimes
 from kvtier.types import Level
 
 logger = logging.getLogger(__name__)
@@ -65,7 +68,7 @@ class UsagePeaks:
 
 
 class StatisticsRecorder:
-    """What the manager knows beyond the ledger's counters. ``totals`` is added to as Moves finish.
+    """What the manager knows beyond the ledger's counters. ``totals`` and ``times`` are added to as Moves finish.
 
     Args:
         allocators: one for each group.
@@ -74,6 +77,7 @@ class StatisticsRecorder:
 
     def __init__(self, ledger: Ledger, allocators: Sequence[BlockAllocator], balances: Sequence[TransferBalance] | None = None) -> None:
         self.totals = TransferTotals()
+        self.times = TransferTimes()
         self._ledger = ledger
         self._allocators = allocators
         self._peaks = UsagePeaks(allocators)
@@ -115,14 +119,17 @@ class StatisticsRecorder:
         return "; ".join([balance.advice for balance in self._balances if balance.advice is not None]) or None
 
     def stats(self, dropped_events: int, prefill_tokens_per_second: float | None, faults: Mapping[str, int] = MappingProxyType({}),
-              gds: GdsStats = NO_GDS, *, loading: LoadStats, prefetch: PrefetchStats) -> Stats:
+              gds: GdsStats = NO_GDS, *, loading: LoadStats, prefetch: PrefetchStats, store: NvmeStats | None = None,
+              copy_paths: Mapping[str, str] = MappingProxyType({})) -> Stats:
         """Everything counted since the start, and what the levels hold now."""
         groups = collect_groups(self._allocators)
         primary, secondary, nvme = total_levels(groups)
         return Stats(**vars(collect_counters(self._ledger, self.totals)), primary=primary, secondary=secondary, nvme=nvme, groups=groups,
-                     leases=len(self._ledger.leases), sequences=len(self._ledger.sequences), dropped_events=dropped_events,
+                     priorities=collect_priorities(self._allocators), move_seconds=self.times.durations(),
+                     move_wait_seconds=self.times.waits(), store=store, leases=len(self._ledger.leases),
+                     sequences=len(self._ledger.sequences), dropped_events=dropped_events,
                      prefill_tokens_per_second=prefill_tokens_per_second, advice=self.advice, faults=faults, gds=gds, loading=loading,
-                     prefetch=replace(prefetch))
+                     prefetch=replace(prefetch), copy_paths=copy_paths)
 
     def iteration_stats(self) -> IterationStats:
         """The iteration that ended last."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvtier.pools.layout import LayerGroup
+from kvtier.pools.group_pools import BlockGroup
 from kvtier.pools.pool_index import LEVEL_NAMES, level_of
 from kvtier.tiering.ledger.moves import Move
 
@@ -47,7 +47,7 @@ class CompletionQueue:
     Results are added under the transfer manager's lock and drained without it: both ends of a deque are thread-safe.
     """
 
-    def __init__(self, groups: Sequence[LayerGroup]) -> None:
+    def __init__(self, groups: Sequence[BlockGroup]) -> None:
         self._groups = groups
         self._block_bytes = [group.block_bytes for group in groups]
         self._results: deque[MoveResult] = deque()

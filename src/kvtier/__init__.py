@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from kvtier.tiering.config import TierConfig
     from kvtier.tiering.ledger.request import MultimodalItem, Request
     from kvtier.tiering.manager import KVCacheManager
-    from kvtier.tiering.store import TierIndex, TierWorker
+    from kvtier.tiering.tier_index import TierIndex
+    from kvtier.tiering.tier_worker import TierWorker
     from kvtier.types import Level, TransferMode
 
 __version__ = "0.1.0"
@@ -38,7 +39,8 @@ _HOMES = {
     "kvtier.tiering.config": ("TierConfig",),
     "kvtier.tiering.ledger.request": ("MultimodalItem", "Request"),
     "kvtier.tiering.manager": ("KVCacheManager",),
-    "kvtier.tiering.store": ("TierIndex", "TierWorker"),
+    "kvtier.tiering.tier_index": ("TierIndex",),
+    "kvtier.tiering.tier_worker": ("TierWorker",),
     "kvtier.types": ("Level", "TransferMode"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

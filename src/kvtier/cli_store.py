@@ -143,8 +143,13 @@ def _leave(directory: str, json: bool, command: Callable[[Path], Answer]) -> Non
 
     One store that cannot be used does not keep the others of a root from their turn.
     """
+    from kvtier.io.rank_directories import missing_ranks
+    from kvtier.io.store_directory import expand
     from kvtier.io.store_view import find_stores
     stores = find_stores(directory)
+    if stores != [expand(directory)]:
+        for name in missing_ranks(stores):
+            print(f"kvtier: {directory}: {name} is missing; that rank starts without stored blocks", file=sys.stderr)
     contents: list[dict[str, object]] = []
     worst = FINE
     for path in stores:

@@ -280,3 +280,13 @@ def test_without_the_package_it_is_a_config_error(make_cache: MakeCache, root: P
     monkeypatch.setitem(__import__("sys").modules, "aiofiles", None)
     with pytest.raises(ConfigError, match="pip install aiofiles"):
         make_cache(request_directory_root=root)
+
+
+def test_ranks_that_get_the_same_request_have_files_of_their_own(make_cache: MakeCache, root: Path) -> None:
+    for rank in range(2):
+        cache = make_cache(8, 4, request_directory_root=root, rank=rank, num_ranks=2)
+        push_down(cache, ToyEngine(cache), debugged())
+        assert cache.stats().fallbacks == 0
+    names = [path.name for path in files_below(root)]
+    assert [name.partition("-group")[0] for name in names] == ["rank-0"] * (len(names) // 2) + ["rank-1"] * (len(names) // 2)
+    assert len(names) > 0

@@ -401,3 +401,45 @@ def test_nothing_is_sent_to_who_is_gone(transports: Transports) -> None:
     with pytest.raises(TransferError, match="rank 0 is gone"):
         second.send(0, b"hello")
     assert second.receive(PATIENCE) == [], "and who has left waits for nothing"
+
+
+@pytest.fixture
+def last_thread(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """``last_thread(name)``: the system starts no thread of this name."""
+    real = threading.Thread.start
+
+    def forbid(name: str) -> None:
+        def start(thread: threading.Thread) -> None:
+            if thread.name == name:
+                raise RuntimeError("can't start new thread")
+            real(thread)
+        monkeypatch.setattr(threading.Thread, "start", start)
+    return forbid
+
+
+def gather_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier-gather")]
+
+
+@pytest.mark.parametrize("name", ["kvtier-gather-send", "kvtier-gather-receive"])
+def test_a_gather_without_its_threads_is_an_error_and_leaves_none(transports: Transports, last_thread: Callable[[str], None],
+                                                                  name: str) -> None:
+    made = transports(2)
+    before = gather_threads()
+    last_thread(name)
+    with pytest.raises(ConfigError, match=f"{name}.*raise the limit on processes"):
+        EventGather(EventQueue(10).stream(), made[0])
+    assert gather_threads() == before
+
+
+def test_a_transport_without_its_threads_is_an_error_and_closes_its_connections(last_thread: Callable[[str], None]) -> None:
+    pipes = [multiprocessing.Pipe() for _ in range(2)]
+    before = gather_threads()
+    last_thread("kvtier-gather-read-2")
+    with pytest.raises(ConfigError, match=r"kvtier-gather-read-2.*raise the limit on processes"):
+        ConnectionTransport(0, 3, {rank: ends[0] for rank, ends in enumerate(pipes, start=1)})
+    assert gather_threads() == before
+    for ours, theirs in pipes:
+        assert ours.closed
+        with pytest.raises(EOFError):
+            theirs.recv_bytes()

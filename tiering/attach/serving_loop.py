@@ -1,10 +1,12 @@
 """A small serving loop over a ``KVCacheManager``: chunked prefill, batched decode, prefix reuse, pre-emption.
 
 It knows no engine: anything with the two calls of :class:`PagedModel` can be served, such as
-:class:`kvtier.tiering.attach.transformers.AttachedModel`. Decoding is greedy.
+:class:`kvtier.tiering.attach.transformers.AttachedModel`. Who runs and how much of a prompt a step computes is decided in
+``scheduler.py``; how tokens are chosen, in ``sampling.py`` and ``beam_search.py``; ``streaming.py`` serves asyncio from it.
 
-One step admits what fits, looks which promised blocks have arrived, runs one decode batch and at most one chunk's worth
-of prompt, reports to the cache what was computed and sampled, and calls ``refresh()``.
+One step admits what may start, looks which promised blocks have arrived, runs one decode batch and the planned pieces of prompts,
+reports to the cache what was computed and sampled, and calls ``refresh()``. Admission comes first and waits for nothing: the copies
+and reads of the requests that will run in the next step go on while the model computes this one.
 
 Prompt chunks end at absolute multiples of the chunk size; the first chunk behind a reused prefix is shortened to the
 next multiple. So a prompt is cut at the same places with and without reuse, and in float32 gives the same tokens. (Full
@@ -19,24 +21,34 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 from kvtier.errors import CapacityError, ConfigError, KVTierError, RequestError
-from kvtier.tiering.attach.serving_sequence import Answer, PagedModel, ServedSequence, greedy
+from kvtier.tiering.attach.beam_search import BeamSearch
+from kvtier.tiering.attach.claims import claim, release
+from kvtier.tiering.attach.sampling import GREEDY, Sampling, draw, greedy
+from kvtier.tiering.attach.scheduler import AdmissionName, ChunkingName, Scheduler
+from kvtier.tiering.attach.serving_sequence import Answer, PagedModel, ServedSequence
+from kvtier.tiering.attach.serving_step import Sampled, compute_step
 from kvtier.tiering.ledger.request import Request
 
 if TYPE_CHECKING:
     from kvtier.tiering.manager import KVCacheManager
 
 _NAP_SECONDS: Final = 0.02  # the longest single wait; the loop looks around in between
+_DEFAULT_CHUNK: Final = 256
 
 
 class ServingLoop:
     """Serve requests through one cache and one model. Not thread-safe: one thread steps it.
 
     Args:
-        cache: the manager whose pool the model is attached to.
+        cache: the manager whose pool the model is attached to. One loop at a time: a second one is refused.
         model: computes prompts and tokens.
-        chunk_size: longest piece of a prompt computed in one forward, in tokens.
+        chunk_size: longest piece of a prompt computed in one forward, in tokens; None: the cache's, or 256.
         max_batch_size: most sequences in flight.
+        admission, chunking, token_budget, chunk_unit, wait_for_shared_prefix: see
+            :class:`~kvtier.tiering.attach.scheduler.Scheduler`.
         stop_tokens: token ids that end an answer.
         load_timeout: seconds to wait for promised blocks; after that the request is computed without reuse.
         room_timeout: seconds that a request may wait for room while nothing else runs, before it fails.
@@ -44,21 +56,26 @@ class ServingLoop:
         clock: monotonic seconds.
 
     Raises:
-        ConfigError: a chunk size or batch size below 1, or a batch that the cache's block table cannot hold.
+        ConfigError: a chunk size or batch size below 1, a batch that the cache's block table cannot hold, an unknown policy, or a cache
+            that another loop serves.
     """
 
-    def __init__(self, cache: KVCacheManager, model: PagedModel, *, chunk_size: int = 256, max_batch_size: int = 8,
+    def __init__(self, cache: KVCacheManager, model: PagedModel, *, chunk_size: int | None = None, max_batch_size: int = 8,
+                 admission: AdmissionName = "max_utilization", chunking: ChunkingName = "first_come_first_served",
+                 token_budget: int | None = None, chunk_unit: int | None = None, wait_for_shared_prefix: bool = True,
                  stop_tokens: Iterable[int] = (), load_timeout: float = 30.0, room_timeout: float = 30.0,
                  engine_stream: object = None, clock: Callable[[], float] = time.perf_counter) -> None:
-        for name, value in (("chunk_size", chunk_size), ("max_batch_size", max_batch_size)):
-            if value < 1:
-                raise ConfigError(f"{name}={value}: must be at least 1")
+        if max_batch_size < 1:
+            raise ConfigError(f"max_batch_size={max_batch_size}: must be at least 1")
         if max_batch_size > cache.config.max_batch_size:
             raise ConfigError(f"max_batch_size={max_batch_size}: the cache was made for {cache.config.max_batch_size}; "
                               "lower it, or raise max_batch_size in TierConfig")
+        if chunk_size is None:
+            chunk_size = cache.config.chunk_size or _DEFAULT_CHUNK
+        self.scheduler = Scheduler(cache, admission=admission, chunking=chunking, chunk_size=chunk_size, token_budget=token_budget,
+                                   chunk_unit=chunk_unit, wait_for_shared_prefix=wait_for_shared_prefix)
         self.cache = cache
         self.model = model
-        self.chunk_size = chunk_size
         self.max_batch_size = max_batch_size
         self.stop_tokens = frozenset(stop_tokens)
         self.load_timeout = load_timeout
@@ -69,6 +86,8 @@ class ServingLoop:
         self._active: dict[int, ServedSequence] = {}  # in order of admission
         self._ended: list[Answer] = []
         self._blocked_since: float | None = None  # nobody fits although nothing runs
+        claim(cache, "this cache", "a serving loop", "close() that loop first")
+        self._is_open = True
 
     def __enter__(self) -> ServingLoop:
         return self
@@ -82,19 +101,30 @@ class ServingLoop:
         for sequence in list(self._active.values()):
             self._remove(sequence, store=False)
         self._waiting.clear()
+        if self._is_open:
+            self._is_open = False
+            release(self.cache)
 
     @property
     def num_requests(self) -> int:
         """Requests submitted and not answered yet."""
         return len(self._waiting) + len(self._active)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, sampling: Sampling = GREEDY, encoder_tokens: Sequence[int] | None = None) -> Answer:
         """Queue a request; its ``max_new_tokens`` is the length of the longest answer.
+
+        ``encoder_tokens``: what the encoder of a model that has one reads, as many as the request's ``encoder_length``.
+
+        Returns:
+            The answer as it grows, step by step; :meth:`step` returns the same object when it is complete.
 
         Raises:
             RequestError: ``max_new_tokens`` below 1, more tokens in all than ``max_seq_len``, a token that the model does
-                not know, or a request of this id is still being answered.
+                not know, several beams with a temperature, other encoder tokens than the request says, a request of this id that is
+                still being answered, or a closed loop.
         """
+        if not self._is_open:
+            raise RequestError(f"request {request.id}: this loop is closed; make another one")
         if request.max_new_tokens < 1:
             raise RequestError(f"request {request.id}: max_new_tokens={request.max_new_tokens}; ask for at least 1")
         longest, limit = request.num_tokens + request.max_new_tokens, self.cache.config.max_seq_len
@@ -103,13 +133,41 @@ class ServingLoop:
                                f"{longest}; max_seq_len is {limit}, raise it in TierConfig or ask for less")
         if request.id in self._active or any(sequence.id == request.id for sequence in self._waiting):
             raise RequestError(f"request {request.id} is still being answered; give each request in flight its own id")
-        sequence = ServedSequence.of(request, self.clock())
-        size = self.model.vocabulary_size
-        if not 0 <= min(sequence.tokens) <= max(sequence.tokens) < size:
-            position = next(index for index, token in enumerate(sequence.tokens) if not 0 <= token < size)
-            raise RequestError(f"request {request.id}: tokens[{position}]={sequence.tokens[position]}; the model knows token "
-                               f"ids 0 to {size - 1}")
+        if request.beam_width > 1 and not sampling.is_greedy:
+            raise RequestError(f"request {request.id}: temperature={sampling.temperature} with beam_width={request.beam_width}; beam "
+                               "search takes the best tokens: leave the temperature out, or use one beam")
+        num_encoder_tokens = 0 if encoder_tokens is None else len(encoder_tokens)
+        if num_encoder_tokens != request.encoder_length:
+            raise RequestError(f"request {request.id}: {num_encoder_tokens} encoder_tokens with encoder_length={request.encoder_length}; "
+                               "pass what the encoder reads, and its length in the request")
+        sequence = ServedSequence.of(request, self.clock(), sampling, self.stop_tokens)
+        self._check_tokens(request.id, "tokens", sequence.tokens)
+        if encoder_tokens:
+            sequence.encoder_tokens = list(encoder_tokens)
+            self._check_tokens(request.id, "encoder_tokens", sequence.encoder_tokens)
         self._waiting.append(sequence)
+        return sequence.answer
+
+    def _check_tokens(self, request_id: int, name: str, tokens: Sequence[int]) -> None:
+        size = self.model.vocabulary_size
+        if not 0 <= min(tokens) <= max(tokens) < size:
+            position = next(index for index, token in enumerate(tokens) if not 0 <= token < size)
+            raise RequestError(f"request {request_id}: {name}[{position}]={tokens[position]}; the model knows token ids 0 to {size - 1}")
+
+    def cancel(self, request_id: int) -> bool:
+        """Stop answering a request. What it has computed stays in the cache for others; its blocks are free at once.
+
+        Returns:
+            False when it is not being answered, for example because it is complete.
+        """
+        sequence = self._active.get(request_id)
+        if sequence is not None:
+            self._remove(sequence, store=True)
+            return True
+        waiting = next((sequence for sequence in self._waiting if sequence.id == request_id), None)
+        if waiting is not None:
+            self._waiting.remove(waiting)
+        return waiting is not None
 
     def run(self, requests: Iterable[Request] = ()) -> dict[int, Answer]:
         """Submit these requests, step until everything is answered, and return the answers by request id."""
@@ -124,53 +182,57 @@ class ServingLoop:
         """One engine step. Returns the answers that are complete. Never waits longer than a moment for anything."""
         self._admit()
         self._confirm_loads()
-        running = [sequence for sequence in self._active.values() if not sequence.loading]
+        paused = self._resume_paused()
+        running = [sequence for sequence in self._active.values() if not sequence.loading and sequence.id not in paused]
         if running:
-            self._forward(running)
+            self._compute(running)
         elif not self._active and self._waiting:
             time.sleep(_NAP_SECONDS)  # nobody fits yet: file operations still hold some blocks
         self.cache.refresh()
         ended, self._ended = self._ended, []
         return ended
 
+    # -- starting --------------------------------------------------------------------------------------------------------
+
     def _admit(self) -> None:
-        room = self.max_batch_size - len(self._active)
-        candidates = [self._waiting[index] for index in range(min(room, len(self._waiting)))]
+        active = self._active.values()
+        candidates = self.scheduler.admit(self._waiting, active, self.max_batch_size - len(active))
+        if not candidates and not active and self._waiting:
+            self._refuse_if_hopeless(self._waiting[0])
         while candidates:
             try:
                 # Together: the cache claims what all of them match before it evicts anything for one of them.
                 admissions = self.cache.add_sequences([sequence.request for sequence in candidates])
             except (CapacityError, RequestError) as error:
-                if len(candidates) > 1:
-                    candidates.pop()
-                elif isinstance(error, CapacityError) and self._may_fit_later(candidates[0]):
-                    return
-                else:
-                    self._end(self._waiting.popleft(), error)
-                    candidates = [self._waiting[0]] if self._waiting else []
+                last = candidates.pop()
+                if not candidates and (isinstance(error, RequestError) or (not active and self._has_waited_enough())):
+                    self._waiting.remove(last)
+                    self._end(last, error)
                 continue
             self._blocked_since = None
             for sequence, admission in zip(candidates, admissions, strict=True):
-                self._waiting.popleft()
+                self._waiting.remove(sequence)
                 sequence.start_loading(self.clock(), self.load_timeout)
                 sequence.reused = sequence.computed = admission.prepopulated_tokens
                 self._active[sequence.id] = sequence
             return
 
-    def _may_fit_later(self, sequence: ServedSequence) -> bool:
-        """Whether a request can expect room: from requests that end, or from file operations that still hold blocks."""
-        blocks = -(-len(sequence.tokens) // self.cache.layout.tokens_per_block)
-        if blocks > self.cache.stats().primary.max_blocks:
-            return False
-        if self._active:
-            return True
+    def _refuse_if_hopeless(self, sequence: ServedSequence) -> None:
+        """End a request that has no room although nothing runs: at once if it never will, else when it has waited long enough."""
+        error = self.scheduler.shortage(sequence.request)
+        if error is not None and (self.scheduler.never_fits(sequence.request) or self._has_waited_enough()):
+            self._waiting.remove(sequence)
+            self._end(sequence, error)
+
+    def _has_waited_enough(self) -> bool:
+        """Whether file operations have held the blocks that somebody waits for longer than ``room_timeout``."""
         now = self.clock()
         if self._blocked_since is None:
             self._blocked_since = now
         if now - self._blocked_since < self.room_timeout:
-            return True
+            return False
         self._blocked_since = None
-        return False
+        return True
 
     def _confirm_loads(self) -> None:
         """Let those run whose promised blocks have arrived. When nobody can run, wait a moment for the first."""
@@ -194,65 +256,83 @@ class ServingLoop:
             self._preempt(sequence)
             return
         sequence.confirm(valid)
+        if sequence.is_broken:
+            self._requeue(sequence, store=False, skip_read=False)
 
-    def _forward(self, running: Sequence[ServedSequence]) -> None:
-        """One decode batch and up to one chunk's worth of prompt, for those running sequences that are ready."""
+    def _resume_paused(self) -> frozenset[int]:
+        """Let those go on that wait for the blocks of their next prompt chunk. Returns who still waits.
+
+        When all wait, nobody will free any blocks: the newest one makes room.
+        """
+        if self.cache.config.chunk_size is None:
+            return frozenset()
+        paused = [sequence for sequence in self._active.values() if not sequence.loading and self.cache.is_paused(sequence.id)]
+        if not paused:
+            return frozenset()
+        with self.cache.step(self.engine_stream, ids=[sequence.id for sequence in paused]):
+            pass  # a step that names them tries again
+        paused = [sequence for sequence in paused if self.cache.is_paused(sequence.id)]
+        if len(paused) == len(self._active) > 1:
+            self._preempt(paused[-1])
+        return frozenset(sequence.id for sequence in paused)
+
+    # -- one step of those that run --------------------------------------------------------------------------------------
+
+    def _compute(self, running: Sequence[ServedSequence]) -> None:
         decoding = [sequence for sequence in running if sequence.decodes]
-        filling = [sequence for sequence in running if not sequence.decodes]
-        sampled: list[tuple[ServedSequence, int, float]] = []
-        chunks: list[ServedSequence] = []
-        ids = [sequence.id for sequence in (*decoding, *filling)]
-        with self.cache.step(self.engine_stream, ids=ids) as ready_ids:
-            ready = frozenset(ready_ids)
-            for sequence in running:
-                if sequence.id not in ready:  # some of its blocks turned out bad: ask again how many tokens are there
-                    sequence.start_loading(self.clock(), self.load_timeout)
-            decoding = [sequence for sequence in decoding if sequence.id in ready]
-            filling = [sequence for sequence in filling if sequence.id in ready]
-            if ready:
-                table = self.cache.block_table([sequence.id for sequence in (*decoding, *filling)])
-            if decoding:
-                logits = self.model.decode([sequence.tokens[-1] for sequence in decoding],
-                                           [sequence.computed for sequence in decoding], table[:len(decoding)])
-                sampled += zip(decoding, *greedy(logits), strict=True)
-            budget = self.chunk_size
-            for row, sequence in enumerate(filling, start=len(decoding)):
-                start, end = sequence.computed, sequence.chunk_end(self.chunk_size)
-                if end - start > budget:
-                    break  # never cut a chunk shorter for the budget: where chunks end decides how results are rounded
-                budget -= end - start
-                began = self.clock()
-                logits = self.model.prefill(sequence.tokens[start:end], start, table[row])
-                if end == len(sequence.tokens):
-                    sampled += zip([sequence], *greedy(logits[None]), strict=True)
-                if (seconds := self.clock() - began) > 0.0:
-                    self.cache.report_prefill(range(start, end), seconds)
-                sequence.computed = end
-                chunks.append(sequence)
-        for sequence in chunks:
-            self.cache.mark_computed(sequence.id, sequence.computed)
-            if sequence.computed == len(sequence.tokens) and not sequence.prompt_is_stored:
-                sequence.prompt_is_stored = True
-                self.cache.store_context(sequence.id)
-        self._take(sampled)
+        chunks = self.scheduler.chunks([sequence for sequence in running if not sequence.decodes],
+                                       sum(len(sequence.newest) for sequence in decoding))
+        appending = [*decoding, *(sequence for sequence, count in chunks if sequence.computed + count == len(sequence.tokens))]
+        for victim in self.scheduler.policy.victims([sequence for sequence in appending if sequence.ends_for_certain],
+                                                    [sequence for sequence in appending if not sequence.ends_for_certain],
+                                                    self._active.values()):
+            self._preempt(victim)
+        decoding = [sequence for sequence in decoding if sequence.id in self._active]
+        chunks = [(sequence, count) for sequence, count in chunks if sequence.id in self._active]
+        outcome = compute_step(self.cache, self.model, decoding, chunks, self.engine_stream, self.clock)
+        for sequence in outcome.left_out:  # some of its blocks turned out bad: ask again how many tokens are there
+            sequence.start_loading(self.clock(), self.load_timeout)
+        self._take(outcome.sampled)
 
-    def _take(self, sampled: Sequence[tuple[ServedSequence, int, float]]) -> None:
+    def _take(self, sampled: Sequence[Sampled]) -> None:
+        """Choose the next tokens, end the requests that are complete, and append to the others."""
         now = self.clock()
+        plain = [(sequence, logits[0]) for sequence, logits in sampled if sequence.beams is None]
+        best = zip(*greedy(torch.stack([logits for _, logits in plain])), strict=True) if plain else ()
+        complete: list[ServedSequence] = []
         going_on: list[ServedSequence] = []
-        for sequence, token, gap in sampled:
-            sequence.take(token, gap, now)
-            if len(sequence.answer.tokens) >= sequence.max_new_tokens or token in self.stop_tokens:
-                self._complete(sequence)  # before the others are appended to: its blocks make room for theirs
+        for (sequence, logits), (token, gap) in zip(plain, best, strict=True):
+            if sequence.generator is None:
+                sequence.take(token, gap, now)
             else:
-                going_on.append(sequence)
+                sequence.take(draw(logits, sequence.sampling, sequence.generator), None, now)
+            is_last = len(sequence.answer.tokens) >= sequence.max_new_tokens or sequence.tokens[-1] in self.stop_tokens
+            (complete if is_last else going_on).append(sequence)
+        for sequence, logits in sampled:
+            if sequence.beams is not None:
+                is_last = self._advance_beams(sequence, sequence.beams, logits, now)
+                (complete if is_last else going_on).append(sequence)
+        for sequence in complete:  # before the others are appended to: their blocks make room
+            self._complete(sequence)
         self._append(going_on)
 
+    def _advance_beams(self, sequence: ServedSequence, beams: BeamSearch, logits: torch.Tensor, now: float) -> bool:
+        """One more token for each beam. True when the search is over."""
+        if not beams.length:
+            sequence.answer.first_token_seconds = now - sequence.arrived
+        sequence.computed = sequence.num_tokens
+        parents = beams.advance(logits)
+        if not beams.is_done:
+            self.cache.reorder_beams(sequence.id, parents)
+        return beams.is_done
+
     def _complete(self, sequence: ServedSequence) -> None:
-        try:
-            # With its last token in place, the token before counts as computed and is stored too.
-            self.cache.append_tokens(sequence.id, [sequence.tokens[-1]])
-        except CapacityError:
-            pass  # not worth a pre-emption: one token less is stored
+        if sequence.beams is None:
+            try:
+                # With its last token in place, the token before counts as computed and is stored too.
+                self.cache.append_tokens(sequence.id, [sequence.tokens[-1]])
+            except CapacityError:
+                pass  # not worth a pre-emption: one token less is stored
         self._remove(sequence, store=True)
         self._end(sequence, None)
 
@@ -260,18 +340,19 @@ class ServingLoop:
         """Give the sampled tokens to the cache, pre-empting whom it names until there is room for all that stay."""
         while sequences:
             try:
-                self.cache.append_step([sequence.id for sequence in sequences],
-                                       [[sequence.tokens[-1]] for sequence in sequences])
+                self.cache.append_step([sequence.id for sequence in sequences], [sequence.newest for sequence in sequences])
                 return
             except CapacityError as error:
                 victims = [self._active[request_id] for request_id in error.preempt if request_id in self._active]
                 for victim in victims:
                     self._preempt(victim)
                 if not victims:  # nobody to pre-empt: the longest sequence has outgrown the pool
-                    longest = max(sequences, key=lambda sequence: len(sequence.tokens))
+                    longest = max(sequences, key=lambda sequence: sequence.num_tokens)
                     self._remove(longest, store=True)
                     self._end(longest, error)
             sequences = [sequence for sequence in sequences if sequence.id in self._active]
+
+    # -- leaving ---------------------------------------------------------------------------------------------------------
 
     def _preempt(self, sequence: ServedSequence) -> None:
         """Take a request off the pool, keeping what it computed, and queue it first to go on later."""
@@ -288,6 +369,11 @@ class ServingLoop:
         self.cache.remove_sequence(sequence.id, store=store)
 
     def _end(self, sequence: ServedSequence, error: KVTierError | None) -> None:
-        sequence.answer.error = error
-        sequence.answer.seconds = self.clock() - sequence.arrived
-        self._ended.append(sequence.answer)
+        answer = sequence.answer
+        if sequence.beams is not None:
+            answer.beams = list(sequence.beams.answers())
+            answer.tokens = list(answer.beams[0].tokens) if answer.beams else []
+        answer.error = error
+        answer.seconds = self.clock() - sequence.arrived
+        answer.is_complete = True
+        self._ended.append(answer)

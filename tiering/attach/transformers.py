@@ -1,9 +1,11 @@
-"""Attach a Hugging Face transformers model: its KV cache lives in a kvtier primary pool (design: two ways to attach).
+"""Attach a Hugging Face transformers model: its KV cache lives in kvtier's primary pools (design: two ways to attach).
 
-:func:`layout_of` gives the ``KVLayout`` of a model; :class:`AttachedModel` runs it over the pool's pages through block
+:func:`layout_of` gives the ``KVLayout`` of a model; :class:`AttachedModel` runs it over the pools' pages through block
 tables. Which requests run when is the business of :mod:`kvtier.tiering.attach.serving_loop`.
 
-Supported: transformers 5.19 to 5.24; llama, qwen2, qwen3 and smollm3 type models whose layers are all full attention.
+Supported: transformers 5.19 to 5.24, and the types of model that ``transformers_layout.py`` names: full attention and sliding
+windows, latent rows (MLA), and decoders with an encoder
+(:class:`~kvtier.tiering.attach.transformers_encoder.AttachedEncoderDecoder`).
 """
 
 from __future__ import annotations
@@ -12,24 +14,22 @@ import importlib.metadata
 import re
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 import torch
 
 from kvtier.errors import ConfigError
-from kvtier.pools.layout import DTYPE_BYTES, KVLayout, LayerSpec
+from kvtier.pools.layout import LayerGroup
+from kvtier.pools.primary import PrimaryPool
+from kvtier.tiering.attach.transformers_layout import LATENT_TYPES, QUANTISED, SUPPORTED_MODEL_TYPES, layout_of
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
-    from kvtier.pools.primary import PrimaryPool
+__all__ = ["SUPPORTED_MODEL_TYPES", "SUPPORTED_VERSIONS", "AttachedModel", "check_version", "layout_of"]
 
 SUPPORTED_VERSIONS: Final = ((5, 19), (5, 24))
 """First and last minor release of transformers whose attention interface this file was tried with."""
-
-SUPPORTED_MODEL_TYPES: Final = ("llama", "qwen2", "qwen3", "smollm3")
-"""Values of ``config.model_type``; SmolLM and SmolLM2 are of type "llama"."""
-
 
 def check_version(version: str) -> None:
     """Raise ConfigError unless this transformers release is one the adapter supports."""
@@ -50,74 +50,57 @@ def _installed_version() -> str:
 
 check_version(_installed_version())
 
-from kvtier.tiering.attach.transformers_forward import ATTENTION_NAME, STEP_KEYWORD, PagedStep, register  # noqa: E402 - needs transformers
-
-
-def layout_of(config: PretrainedConfig, *, dtype: str | torch.dtype, tokens_per_block: int = 32) -> KVLayout:
-    """The KV layout of a model, from its transformers configuration.
-
-    Args:
-        config: of a llama, qwen2, qwen3 or smollm3 type model.
-        dtype: storage dtype of keys and values; the model's own dtype, since pages are written as computed.
-        tokens_per_block: a power of two.
-
-    Raises:
-        ConfigError: another type of model, a layer that is not full attention, a dtype kvtier does not store.
-    """
-    model_type = str(getattr(config, "model_type", "unknown"))
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        raise ConfigError(f"model type {model_type!r} is not supported by the transformers adapter; "
-                          f"supported: {', '.join(SUPPORTED_MODEL_TYPES)} (SmolLM2 is of type llama)")
-    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind != "full_attention":
-            raise ConfigError(f"layer {layer} of this {model_type} model is {kind!r}; the transformers adapter "
-                              "supports models whose layers are all 'full_attention'")
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPE_BYTES:
-        raise ConfigError(f"dtype={name!r}: load the model in one of {', '.join(DTYPE_BYTES)}")
-    heads: int = config.num_attention_heads
-    kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
-    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return KVLayout([LayerSpec.attention(kv_heads, head_dim)] * config.num_hidden_layers, name, tokens_per_block)
+from kvtier.tiering.attach.claims import claim, release  # noqa: E402 - what needs transformers comes below the check of its version
+from kvtier.tiering.attach.transformers_forward import ATTENTION_NAME, STEP_KEYWORD, PagedStep, places_of, register  # noqa: E402
+from kvtier.tiering.attach.transformers_latent import LatentWriter, require_latent_cache  # noqa: E402
 
 
 class AttachedModel:
-    """A causal language model that reads and writes its KV cache in the pages of a primary pool.
+    """A causal language model that reads and writes its KV cache in the pages of primary pools.
 
     While attached, the model's own ``forward`` and ``generate`` do not work; :meth:`detach`, or leaving the ``with``
-    block, gives it back as it was. A model can be attached to one pool after another.
+    block, gives it back as it was. A model can be attached to one cache after another.
 
     Args:
-        model: a transformers causal language model on the pool's device.
-        pool: the primary pool of the model's one group, of the layout that :func:`layout_of` gives.
+        model: a transformers causal language model on the pools' device.
+        pools: the primary pool of each group, in order, of the layout that :func:`layout_of` gives: ``[cache.pool(group).primary for
+            group in range(len(layout.groups))]``. For a model of one group its pool by itself will do.
+        key_scale, value_scale: of pools that store FP8 or INT8: what stored keys and values are multiplied by to be read. A latent row
+            has one scale, ``key_scale``.
 
     Raises:
-        ConfigError: an unsupported model, one that is attached already, or a pool of another shape, dtype or device.
+        ConfigError: an unsupported model, one that is attached already, pools of another shape, dtype or device, a pool that another model
+            uses, or a scale for pools that store numbers as they are.
     """
 
-    def __init__(self, model: PreTrainedModel, pool: PrimaryPool) -> None:
+    def __init__(self, model: PreTrainedModel, pools: PrimaryPool | Sequence[PrimaryPool], *, key_scale: float = 1.0,
+                 value_scale: float = 1.0) -> None:
+        pools = [pools] if isinstance(pools, PrimaryPool) else list(pools)
         if model.config._attn_implementation == ATTENTION_NAME:
             raise ConfigError("the model is attached to a pool already; detach() it there first, or load it a second time")
-        group = pool.group
-        expected = layout_of(model.config, dtype=model.dtype, tokens_per_block=group.tokens_per_block).groups[0]
-        if (expected.block_shape, expected.dtype) != (group.block_shape, group.dtype):
-            raise ConfigError(f"the pool's blocks are {group.block_shape} {group.dtype}, the model needs "
-                              f"{expected.block_shape} {expected.dtype} (layers, kv, heads, tokens, head dimension); "
-                              "make the layout with layout_of()")
-        if model.device != pool.pages.device:
-            raise ConfigError(f"the model is on {model.device}, the pool on {pool.pages.device}; move one: "
-                              "model.to(...) or device=...")
+        _check_pools(model, pools, key_scale, value_scale)
+        if model.config.model_type in LATENT_TYPES:
+            require_latent_cache(model)
+        for number, pool in enumerate(pools):
+            try:
+                claim(pool, "this pool", f"an attached {type(model).__name__}", "detach() that model first")
+            except ConfigError:
+                for claimed in pools[:number]:
+                    release(claimed)
+                raise
         register()
         self.model = model
-        self._pages = pool.pages
-        self._num_layers, self._kv_factor = group.num_layers, group.kv_factor
-        self._layer_positions = tuple(group.layers.index(layer) for layer in range(len(group.layers)))
+        self._pools = pools
+        self._device = pools[0].pages.device
+        layout = layout_of(model.config, dtype=pools[0].group.dtype, tokens_per_block=pools[0].group.tokens_per_block)
+        self._places = places_of(layout, pools, key_scale, value_scale)
+        self._is_latent = model.config.model_type in LATENT_TYPES
         self._previous_attention: str = model.config._attn_implementation or "sdpa"
         self._was_training = model.training
         model.train(False)
         model.set_attn_implementation(ATTENTION_NAME)
 
-    def __enter__(self) -> AttachedModel:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -129,6 +112,8 @@ class AttachedModel:
         if self.model.config._attn_implementation == ATTENTION_NAME:
             self.model.set_attn_implementation(self._previous_attention)
             self.model.train(self._was_training)
+            for pool in self._pools:
+                release(pool)
 
     @property
     def vocabulary_size(self) -> int:
@@ -136,45 +121,76 @@ class AttachedModel:
         size: int = self.model.config.vocab_size
         return size
 
-    def prefill(self, tokens: Sequence[int], past: int, table_row: torch.Tensor) -> torch.Tensor:
+    def prefill(self, tokens: Sequence[int], past: int, *table_rows: torch.Tensor, encoder_lengths: Sequence[int] = ()) -> torch.Tensor:
         """Compute one chunk of one sequence.
 
         Args:
             tokens: the tokens at positions ``past``, ``past + 1``, ...
-            past: how many tokens of the sequence are in the pool already.
-            table_row: int32 ``[2, max_blocks]``, the sequence's row of the block table.
+            past: how many tokens of the sequence are in the pools already.
+            table_rows: for each group int32 ``[2, max_blocks]``, the sequence's row of its block table.
+            encoder_lengths: with an encoder, the length of its input; in a list, as for :meth:`decode`.
 
         Returns:
             Logits after the chunk's last token, ``[vocabulary]``.
         """
-        device = self._pages.device
-        positions = torch.arange(past, past + len(tokens), dtype=torch.int32, device=device)
-        step = PagedStep(self._pages, self._num_layers, self._kv_factor, self._layer_positions, table_row[None],
-                         torch.zeros_like(positions), positions, past=past)
-        return self._forward(torch.tensor([tokens], dtype=torch.long, device=device), positions[None], step)[0]
+        positions = torch.arange(past, past + len(tokens), dtype=torch.int32, device=self._device)
+        step = PagedStep(self._places, [row[None] for row in table_rows], torch.zeros_like(positions), positions, past=past,
+                         encoder_lengths=self._lengths(encoder_lengths))
+        return self._forward(torch.tensor([tokens], dtype=torch.long, device=self._device), positions[None], step)[0]
 
-    def decode(self, tokens: Sequence[int], pasts: Sequence[int], table: torch.Tensor) -> torch.Tensor:
+    def decode(self, tokens: Sequence[int], pasts: Sequence[int], *tables: torch.Tensor,
+               encoder_lengths: Sequence[int] = ()) -> torch.Tensor:
         """Compute one new token for each of several sequences.
 
         Args:
             tokens: the newest token of each sequence.
-            pasts: how many tokens of each sequence are in the pool already: the position of its newest token.
-            table: int32 ``[sequences, 2, max_blocks]``.
+            pasts: how many tokens of each sequence are in the pools already: the position of its newest token.
+            tables: for each group int32 ``[sequences, 2, max_blocks]``, its block table.
+            encoder_lengths: with an encoder, the length of each sequence's input to it.
 
         Returns:
             Logits ``[sequences, vocabulary]``.
         """
-        device = self._pages.device
-        positions = torch.tensor(pasts, dtype=torch.int32, device=device)
-        rows = torch.arange(len(tokens), dtype=torch.int32, device=device)
-        step = PagedStep(self._pages, self._num_layers, self._kv_factor, self._layer_positions, table, rows, positions,
-                         lengths=positions + 1)
-        return self._forward(torch.tensor(tokens, dtype=torch.long, device=device)[:, None], positions[:, None], step)
+        positions = torch.tensor(pasts, dtype=torch.int32, device=self._device)
+        rows = torch.arange(len(tokens), dtype=torch.int32, device=self._device)
+        step = PagedStep(self._places, tables, rows, positions, lengths=positions + 1, encoder_lengths=self._lengths(encoder_lengths))
+        return self._forward(torch.tensor(tokens, dtype=torch.long, device=self._device)[:, None], positions[:, None], step)
+
+    def _lengths(self, encoder_lengths: Sequence[int]) -> torch.Tensor | None:
+        return torch.tensor(encoder_lengths, dtype=torch.int32, device=self._device) if encoder_lengths else None
 
     def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: PagedStep) -> torch.Tensor:
         with torch.inference_mode():
-            # use_cache=False: keys and values reach attention as computed, and no second cache grows beside ours.
-            output = self.model(input_ids=input_ids, position_ids=position_ids.long(), use_cache=False,
-                                logits_to_keep=1, **{STEP_KEYWORD: step})
-        logits: torch.Tensor = output.logits[:, -1]
+            return self._call(input_ids, position_ids, step)[:, -1]
+
+    def _call(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: PagedStep) -> torch.Tensor:
+        # Latent rows reach us where the model would cache them, before it expands them to keys and values of all heads.
+        cache = {"cache": LatentWriter(step)} if self._is_latent else {}
+        # use_cache=False: keys and values reach attention as computed, and no second cache grows beside ours.
+        output = self.model(input_ids=input_ids, position_ids=position_ids.long(), use_cache=False, logits_to_keep=1,
+                            **{STEP_KEYWORD: step}, **cache)
+        logits: torch.Tensor = output.logits
         return logits
+
+
+def _check_pools(model: PreTrainedModel, pools: Sequence[PrimaryPool], key_scale: float, value_scale: float) -> None:
+    if not pools:
+        raise ConfigError("AttachedModel: no pool; pass the primary pool of each group of the cache's layout")
+    dtype = pools[0].group.dtype
+    stored = dtype if dtype in QUANTISED else str(model.dtype)
+    expected = layout_of(model.config, dtype=stored, tokens_per_block=pools[0].group.tokens_per_block).groups
+    found = [pool.group for pool in pools]
+    if [(group.layers, group.spec) for group in expected] != [(group.layers, group.spec) for group in found]:
+        raise ConfigError(f"the pools are for {_described(found)}; the model needs {_described(expected)}; make the layout with "
+                          "layout_of(), and pass the pool of every group in order")
+    if dtype not in QUANTISED and (key_scale, value_scale) != (1.0, 1.0):
+        raise ConfigError(f"key_scale={key_scale}, value_scale={value_scale}: the pools store {dtype} as it is; leave the scales out, or "
+                          f"make the layout with one of {', '.join(QUANTISED)}")
+    for pool in pools:
+        if model.device != pool.pages.device:
+            raise ConfigError(f"the model is on {model.device}, the pool on {pool.pages.device}; move one: "
+                              "model.to(...) or device=...")
+
+
+def _described(groups: Sequence[LayerGroup]) -> str:
+    return "; ".join(f"{group.num_layers} layers of {group.describe()}" for group in groups)

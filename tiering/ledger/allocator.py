@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from kvtier.errors import CapacityError
 from kvtier.policies.eviction import EMPTY, NOT_QUEUED, NUM_PRIORITIES, EvictionQueues, ListHead, QueueRecord
-from kvtier.pools.pool_index import LEVEL_BITS, NVME, PRIMARY, level_of
+from kvtier.pools.pool_index import LEVEL_BITS, NVME, PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.file_level import FileLevel
@@ -105,6 +105,8 @@ class BlockAllocator(FileLevel):
             spare = self._go_down(block)
             if spare is not None:
                 return spare
+        elif self.num_blocks[SECONDARY]:
+            counters.dropped_priority += 1
         self.drop(block)
         counters.dropped += 1
         return block
@@ -149,6 +151,8 @@ class BlockAllocator(FileLevel):
         dropped.reverse()
         self.counters.alloc_total += count
         self.counters.dropped += count
+        if head.kind < self.rules.secondary_offload_min_priority and self.num_blocks[SECONDARY]:
+            self.counters.dropped_priority += count
         return dropped
 
     # -- holding and releasing -------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ from typing import Final, cast
 
 from kvtier.policies.eviction import BACKING, NOT_QUEUED, EvictionQueues
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, PoolIndex, level_of, slot_of
-from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.block import Block, BlockExtra
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.levels import LevelTable
-from kvtier.tiering.ledger.moves import Move, MoveLog, WarmRow
+from kvtier.tiering.ledger.moves import Move, MoveLog
 from kvtier.tiering.ledger.rules import TierRules
 from kvtier.tiering.ledger.stats import LedgerCounters
 from kvtier.tiering.ledger.tree import ReuseTree
@@ -80,8 +80,7 @@ class FileLevel(LevelTable):
             if len(unconfirmed) > 0 and block.id in unconfirmed:
                 is_complete = False  # a crash would leave it behind as if it were good
                 continue
-            if (block.nvme_backing is not None or block.node is None or block.num_tokens != self.tokens_per_block
-                    or not block.node.namespace.is_persistent or block.queue == NOT_QUEUED):
+            if block.nvme_backing is not None or block.queue == NOT_QUEUED or not self._may_be_kept(block):
                 continue
             if self.writes_in_flight >= most:
                 return False
@@ -101,6 +100,11 @@ class FileLevel(LevelTable):
             self._set_busy(target)
             self.writes_in_flight += 1
         return is_complete
+
+    def _may_be_kept(self, block: Block) -> bool:
+        """Whether this content may lie in a file at all: a full block whose key means the same after a restart."""
+        node = block.node
+        return node is not None and block.num_tokens == self.tokens_per_block and node.namespace.is_persistent
 
     def _copy_down(self, block: Block) -> Block | None:
         """Give primary content a secondary backing, if that costs no other block its only copy."""
@@ -147,7 +151,7 @@ class FileLevel(LevelTable):
             return None
         self.queues.claim(victim)
         if victim.owner is not None:
-            victim.leave_owner()
+            self._give_up_copy(victim)
         elif victim.has_content:
             self.drop(victim)
             self.counters.dropped += 1
@@ -177,20 +181,23 @@ class FileLevel(LevelTable):
 
     # -- found at start, found bad ---------------------------------------------------------------------------------------
 
-    def adopt_warm(self, row: WarmRow) -> None:
-        """At start: this NVMe slot already holds the block with this chain key. Its duration goes on counting."""
-        block = self.holders[NVME][row.slot]
-        if row.key in self.warm:
-            self.moves.discard(self.group, row.slot)
+    def adopt_warm(self, slot: int, key: bytes, priority: int, expiry: float) -> None:
+        """At start: this empty NVMe slot already holds the block with this chain key. Its duration goes on counting."""
+        if key in self.warm:
+            self.moves.discard(self.group, slot)
             return
-        self.queues.claim(block)
-        block.warm_key = row.key
-        block.priority = row.priority
-        self.warm[row.key] = block
-        self.queues.note_use(block)
-        if row.expiry > 0.0:
-            block.expires_at = max(row.expiry - self.wall_clock_offset, ALREADY_EXPIRED)
-        self._settle(block)
+        block = self.holders[NVME][slot]
+        queues = self.queues
+        queues.claim(block)
+        extra = BlockExtra(block)
+        extra.warm_key = key
+        if expiry > 0.0:
+            extra.expires_at = max(expiry - self.wall_clock_offset, ALREADY_EXPIRED)
+        block.extra = extra
+        block.priority = priority
+        self.warm[key] = block
+        if slot not in self.quarantined:
+            queues.add_newest(block, NVME)
 
     def quarantine_slot(self, slot: int) -> None:
         """At start: an NVMe slot that failed its check earlier. It is never used."""
@@ -202,7 +209,7 @@ class FileLevel(LevelTable):
         handle = self.holders[NVME][slot]
         self.queues.claim(handle)
         if handle.owner is not None:
-            handle.leave_owner()
+            self._give_up_copy(handle)
         elif handle.has_content:
             self.drop(handle)
         if slot not in self.quarantined:
@@ -259,7 +266,7 @@ class FileLevel(LevelTable):
         source, target = self._end_transfer(move)
         if level_of(move.destination) == NVME:
             if target.owner is not None:
-                target.leave_owner()
+                self._give_up_copy(target)
             self._end_write(source, target)
             return None
         lost = target if target.generation == move.destination_generation else None
@@ -270,7 +277,7 @@ class FileLevel(LevelTable):
                 lost.leave_owner()  # its owner was read from here; that Move fails too and says so
         if level_of(move.source) == NVME:
             if source.owner is not None:
-                source.leave_owner()
+                self._give_up_copy(source)
             self._settle_after_busy(source)
         if lost is None:
             self._settle_after_busy(target)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import cast
 
 from kvtier.policies.eviction import NOT_QUEUED, EvictionQueues
-from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of, slot_of
+from kvtier.pools.pool_index import NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.moves import Move, MoveLog
@@ -45,8 +45,8 @@ class LevelTable(SlotTable):
         self.quarantined: set[int] = set()
         self.warm: dict[bytes, Block] = {}
         self._may_write_ahead = True  # something has changed that could let one more block be written ahead
-        for block in self.blocks:
-            queues.add_empty_last(block, level_of(block.index))
+        for level in range(NUM_LEVELS):
+            queues.add_never_used(self.holders[level], level)
 
     # -- forgetting ------------------------------------------------------------------------------------------------------
 
@@ -76,11 +76,15 @@ class LevelTable(SlotTable):
             return
         for spare in (block.secondary_backing, block.nvme_backing):
             if spare is not None:
-                spare.leave_owner()
+                self._give_up_copy(spare)
                 self.queues.claim(spare)
                 if level_of(spare.index) == NVME and not self.is_busy(spare):
                     self.moves.discard(self.group, slot_of(spare.index))
                 self._settle(spare)
+
+    def _give_up_copy(self, spare: Block) -> None:
+        """The copy that this backing holds is nobody's any more."""
+        spare.leave_owner()
 
     # -- names and events ------------------------------------------------------------------------------------------------
 
@@ -164,7 +168,7 @@ class LevelTable(SlotTable):
         """Claim a queued secondary handle and let go of its content. Returns the handle that has its slot now."""
         self.queues.claim(victim)
         if victim.owner is not None:
-            victim.leave_owner()
+            self._give_up_copy(victim)
         elif victim.has_content:
             backing = victim.nvme_backing
             if backing is not None and not self.is_busy(backing) and victim.priority >= self.rules.nvme_offload_min_priority:
@@ -174,6 +178,8 @@ class LevelTable(SlotTable):
             self.drop(victim)
             self.counters.dropped += 1
             self.counters.host_dropped += 1
+            if victim.priority < self.rules.nvme_offload_min_priority and self.num_blocks[NVME]:
+                self.counters.dropped_priority += 1
         return victim
 
     def _move(self, source: Block, target: Block, num_tokens: int, key: bytes) -> Move:

@@ -38,6 +38,7 @@ def lose(state: LedgerState, move: Move, lost: Block | None) -> None:
     doomed: list[list[Block]] = [allocator.unconfirmed.failed(move.number) for allocator in state.allocators]
     for blocks in doomed:
         state.counters.dropped += len(blocks)
+        state.counters.dropped_unconfirmed += len(blocks)
     if lost is not None and lost not in doomed[move.group]:
         doomed[move.group].append(lost)
     for group, blocks in enumerate(doomed):

@@ -127,6 +127,20 @@ def test_a_buffer_that_does_not_fit_is_an_error_that_names_both_sizes(nvme, out:
         store.read_block(0, 0, keys[0, 0], out)
 
 
+@pytest.mark.parametrize("out", [np.empty(8191, np.uint8), np.empty(4999, np.uint8), np.empty(5000, np.uint8), np.empty(8192, np.int8),
+                                 np.empty(16384, np.uint8)[::2], np.frombuffer(bytes(8192), np.uint8)])
+def test_read_ahead_takes_whole_rows_only(nvme, out: np.ndarray) -> None:
+    store = nvme.open()
+    nvme.fill(store, 1)
+    good = np.zeros(8192, np.uint8)
+    with pytest.raises(TransferError, match=r"8192"):
+        store.read_ahead(1, 0, [good, out])
+    assert not good.any(), "nothing was read"
+    for first, count in ((-1, 2), (7, 2), (8, 1)):
+        with pytest.raises(TransferError, match="counted from 0"):
+            store.read_ahead(1, first, [good] * count)
+
+
 def test_a_failed_read_is_a_transfer_error_and_the_next_one_goes_through(nvme) -> None:
     faults = Faults([FaultRule(FaultKind.FAILURE, FaultOperation.READ, count=1, errno=errno.EIO)])
     store = nvme.open(faults=faults)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
+from kvtier.io import store_view
 from kvtier.io.nvme_store import NvmeStore
 from kvtier.io.scrub import Scrubber, saved_place
 from kvtier.io.store_commands import clear_store, collect_garbage, list_store, rebuild_store, scrub_store, verify_store
@@ -191,6 +193,37 @@ def test_scrub_goes_on_where_it_was_stopped_and_begins_anew_at_the_end(filled) -
         assert Scrubber(store, None).run().verified == 16
 
 
+def test_scrub_sees_what_is_stored_while_it_runs_and_passes_over_what_is_gone(filled) -> None:
+    with NvmeStore.open(filled.directory, filled.namespace, filled.geometries, free_space_reserve=0) as store:
+        store.discard(0, [6])
+        verified: list[tuple[int, int]] = []
+        real = store.why_bad
+
+        def meanwhile(group, slot, key, out):
+            verified.append((group, slot))
+            if (group, slot) == (0, 1):
+                store.discard(0, [2])
+                assert store.write_blocks([filled.item(6, "new")]) == [None]
+            return real(group, slot, key, out)
+
+        store.why_bad = meanwhile
+        assert Scrubber(store, None).run().verified == 15
+        assert (0, 2) not in verified
+        assert (0, 6) in verified
+
+
+def test_scrub_of_a_store_without_blocks_stops_when_told_to(nvme) -> None:
+    asked = 0
+
+    def stop() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 1
+
+    with nvme.open() as store:
+        assert Scrubber(store, None).run(stop).next_place == (1, 0)
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"next": 7}', '{"next": ["a", 1]}', "\0"])
 def test_a_damaged_place_begins_a_new_pass(filled, content: str) -> None:
     (filled.directory / "scrub.json").write_text(content)
@@ -293,3 +326,15 @@ def test_clear_forgets_all_blocks_for_good(filled) -> None:
     assert clear_store(filled.directory) == 16
     assert sum(group.blocks for group in list_store(filled.directory).groups) == 0
     assert rebuild_store(filled.directory).blocks == 0
+
+
+def test_ls_tells_a_full_folder_for_copies_from_a_full_store(filled, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    def full(source, destination):
+        raise OSError(errno.ENOSPC, "No space left on device", str(source))
+
+    monkeypatch.setattr(store_view.shutil, "copyfile", full)
+    with pytest.raises(ConfigError, match=r"manifest.sqlite \(\d+ bytes\) cannot be copied into .*kvtier-view-.*, which is full.*TMPDIR"):
+        list_store(filled.directory)
+    monkeypatch.setattr(store_view.tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"no folder for a copy of the manifest can be made .*nowhere.*TMPDIR"):
+        list_store(filled.directory)

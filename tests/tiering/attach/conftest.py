@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +21,12 @@ from kvtier.errors import CapacityError
 from kvtier.kernels import OffsetTable
 from kvtier.pools.layout import KVLayout
 from kvtier.pools.primary import PrimaryPool
-from kvtier.tiering.attach.transformers import layout_of
+from kvtier.tiering.attach.serving_loop import ServingLoop
+from kvtier.tiering.attach.transformers import AttachedModel, layout_of
+from kvtier.tiering.config import TierConfig
 from kvtier.tiering.ledger.request import Request
+from kvtier.tiering.manager import KVCacheManager
+from kvtier.types import Level
 
 TOKENS_PER_BLOCK = 4
 
@@ -47,8 +53,15 @@ def prompts() -> list[list[int]]:
 def generated(tiny_model: PreTrainedModel) -> Callable[..., list[int]]:
     """What transformers itself generates, greedily, with its own attention and cache. (A copy: the model is attached.)"""
     model = copy.deepcopy(tiny_model)
+    known: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def run(prompt: Sequence[int], new_tokens: int) -> list[int]:
+        key = (tuple(prompt), new_tokens)
+        if key not in known:
+            known[key] = compute(prompt, new_tokens)
+        return known[key]
+
+    def compute(prompt: Sequence[int], new_tokens: int) -> list[int]:
         output = model.generate(torch.tensor([list(prompt)]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
                                 max_new_tokens=new_tokens, do_sample=False)
         return output[0, len(prompt):].tolist()  # type: ignore[no-any-return]
@@ -61,7 +74,7 @@ class ScriptedCache:
     def __init__(self, layout: KVLayout, num_blocks: int, max_batch_size: int = 8, max_seq_len: int = 256) -> None:
         group = layout.groups[0]
         self.layout = layout
-        self.config = SimpleNamespace(max_batch_size=max_batch_size, max_seq_len=max_seq_len)
+        self.config = SimpleNamespace(max_batch_size=max_batch_size, max_seq_len=max_seq_len, chunk_size=None)
         self.primary = PrimaryPool(group, num_blocks, "cpu")
         self.primary.tensor.fill_(float("nan"))  # whatever attention reads must have been written before
         self._tokens_per_block = layout.tokens_per_block
@@ -75,6 +88,9 @@ class ScriptedCache:
         self.never_ready: set[int] = set()
         self.must_report: set[int] = set()      # left out of steps until wait_ready has been asked
         self.calls: list[tuple[object, ...]] = []
+        self.longest: dict[int, int] = {}       # request id -> tokens at its end
+        self.removed_in_thought: set[int] = set()
+        self.has_reuse = False                  # whether waiting for another request's prefix gains anything
 
     def _grow(self, request_id: int, length: int) -> None:
         slots = self.slots[request_id]
@@ -98,6 +114,7 @@ class ScriptedCache:
                 self.free += self.slots.pop(request_id)
             raise
         for request in requests:
+            self.longest[request.id] = request.num_tokens + request.max_new_tokens
             self.calls.append(("add", request.id, request.num_tokens, request.skip_read))
         return [SimpleNamespace(prepopulated_tokens=0 if r.skip_read else self.promised.get(r.id, 0)) for r in requests]
 
@@ -152,11 +169,83 @@ class ScriptedCache:
     def refresh(self) -> None:
         self.calls.append(("refresh",))
 
-    def stats(self) -> SimpleNamespace:
-        return SimpleNamespace(primary=SimpleNamespace(max_blocks=self.primary.num_blocks))
+    # -- what a scheduler asks -------------------------------------------------------------------------------------------
+
+    def pool(self, group: int = 0) -> SimpleNamespace:
+        return SimpleNamespace(primary=self.primary)
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._tokens_per_block)
+
+    def num_free_blocks(self, level: Level, group: int = 0) -> int:
+        return len(self.free)
+
+    def needed_blocks_one_step(self, request: int | Request, two_steps: bool = False, group: int = 0) -> int:
+        if isinstance(request, Request):
+            return self._blocks(request.num_tokens)
+        return self._blocks(self.lengths[request] + 1) - len(self.slots[request])
+
+    def remaining_blocks_to_completion(self, request: int | Request, group: int = 0) -> int:
+        if isinstance(request, Request):
+            return self._blocks(request.num_tokens + request.max_new_tokens)
+        return self._blocks(self.longest[request]) - len(self.slots[request])
+
+    def start_scheduling(self) -> None:
+        self.removed_in_thought.clear()
+
+    def scheduling_remove_sequence(self, request_id: int, group: int = 0) -> None:
+        self.removed_in_thought.add(request_id)
+
+    def num_schedulable_blocks(self, group: int = 0) -> int:
+        return len(self.free) + sum(len(self.slots[request_id]) for request_id in self.removed_in_thought)
+
+    def match(self, request: Request) -> SimpleNamespace:
+        return SimpleNamespace(first_new_key=request.token_bytes[:4 * self._tokens_per_block])
+
+    def beneficial_to_skip(self, request: Request, contributed_keys: Container[object]) -> bool:
+        return self.has_reuse and request.token_bytes[:4 * self._tokens_per_block] in contributed_keys
+
+    def fit_token_budget(self, request_id: int, chunk_tokens: int, token_budget: int) -> int:
+        return min(chunk_tokens, token_budget)
 
 
 @pytest.fixture
 def scripted_cache(tiny_model: PreTrainedModel) -> Callable[..., ScriptedCache]:
     layout = layout_of(tiny_model.config, dtype=tiny_model.dtype, tokens_per_block=TOKENS_PER_BLOCK)
     return lambda num_blocks=128, **options: ScriptedCache(layout, num_blocks, **options)
+
+
+@pytest.fixture
+def serving(tiny_model: PreTrainedModel, tmp_path: Path) -> Iterator[Any]:
+    """Opens a manager and a loop; checks at the end that nothing is held and every invariant stands."""
+    opened: list[tuple[KVCacheManager, AttachedModel]] = []
+
+    def start(primary: str = "40 blocks", secondary: str = "20 blocks", nvme: str = "200 blocks", model: str = "tiny@test:0",
+              loop_options: Any = (), watch: Callable[[AttachedModel], Any] = lambda attached: attached, **settings: Any) -> ServingLoop:
+        layout = layout_of(tiny_model.config, dtype=tiny_model.dtype, tokens_per_block=4)
+        config = TierConfig(primary=primary, secondary=secondary, nvme=nvme, nvme_directory=tmp_path / "nvme",
+                            max_batch_size=8, max_seq_len=256, nvme_free_space_reserve="0B", **settings)
+        cache = KVCacheManager(layout, config, device="cpu", model=model)
+        attached = AttachedModel(tiny_model, cache.pool(group=0).primary)
+        opened.append((cache, attached))
+        return ServingLoop(cache, watch(attached), **{"chunk_size": 16, **dict(loop_options)})
+
+    def end(loop: ServingLoop) -> None:
+        loop.close()
+        for cache, attached in opened:
+            if cache is loop.cache:
+                attached.detach()
+                cache.verify()
+                stats = cache.stats()
+                assert stats.leases == stats.sequences == 0
+                cache.close(timeout=10)
+                opened.remove((cache, attached))
+                return
+
+    start.end = end  # type: ignore[attr-defined]
+    yield start
+    for cache, attached in opened:
+        attached.detach()
+        cache.verify()
+        assert cache.stats().leases == cache.stats().sequences == 0
+        cache.close(timeout=10)

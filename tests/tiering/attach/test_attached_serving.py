@@ -7,51 +7,11 @@ import torch
 
 from kvtier.errors import CapacityError
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
-from kvtier.tiering.attach.serving_loop import ServingLoop
-from kvtier.tiering.attach.transformers import AttachedModel, layout_of
-from kvtier.tiering.config import TierConfig
 from kvtier.tiering.ledger.request import Request
-from kvtier.tiering.manager import KVCacheManager
 from kvtier.types import Level
 
 SYSTEM = list(range(3, 43))  # ten blocks that all conversations share
 USERS = 6
-
-
-@pytest.fixture
-def serving(tiny_model, tmp_path):
-    """Opens a manager and a loop; checks at the end that nothing is held and every invariant stands."""
-    opened = []
-
-    def start(primary="40 blocks", secondary="20 blocks", nvme="200 blocks", model="tiny@test:0", loop_options=(), **settings):
-        layout = layout_of(tiny_model.config, dtype=tiny_model.dtype, tokens_per_block=4)
-        config = TierConfig(primary=primary, secondary=secondary, nvme=nvme, nvme_directory=tmp_path / "nvme",
-                            max_batch_size=8, max_seq_len=256, nvme_free_space_reserve="0B", **settings)
-        cache = KVCacheManager(layout, config, device="cpu", model=model)
-        attached = AttachedModel(tiny_model, cache.pool(group=0).primary)
-        loop = ServingLoop(cache, attached, chunk_size=16, **dict(loop_options))
-        opened.append((cache, attached))
-        return loop
-
-    def end(loop):
-        loop.close()
-        for cache, attached in opened:
-            if cache is loop.cache:
-                attached.detach()
-                cache.verify()
-                stats = cache.stats()
-                assert stats.leases == stats.sequences == 0
-                cache.close(timeout=10)
-                opened.remove((cache, attached))
-                return
-
-    start.end = end
-    yield start
-    for cache, attached in opened:
-        attached.detach()
-        cache.verify()
-        assert cache.stats().leases == cache.stats().sequences == 0
-        cache.close(timeout=10)
 
 
 def opening(user):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from kvtier.errors import CapacityError, ConfigError, RequestError
 from kvtier.tiering.attach.serving_loop import ServingLoop
@@ -319,9 +318,3 @@ def test_what_is_left_of_an_interrupted_request_keeps_its_namespace():
     assert (rest.lora_id, rest.cache_salt, rest.extra_ids, rest.skip_read, rest.skip_write) == (2, "s", (1, 2, 3, 0), True, True)
     assert (rest.lora_digest, rest.extra_ids_digest) == (b"d" * 32, b"e" * 32)
 
-
-def test_greedy_takes_the_best_token_and_tells_the_gap():
-    from kvtier.tiering.attach.serving_sequence import greedy
-    tokens, gaps = greedy(torch.tensor([[0.0, 2.5, 1.0], [3.0, 0.0, 2.75]]))
-    assert tokens == [1, 0]
-    assert gaps == pytest.approx([1.5, 0.25])

@@ -269,6 +269,7 @@ def test_a_run_of_victims_ends_where_another_prompt_begins_and_all_of_them_are_r
     assert list(removed.data.block_hashes) == keys[:5]
     assert second[0].node is not None
     assert rig.allocator.counters.dropped == 5
+    assert rig.allocator.counters.dropped_priority == 0, "there is no level below that a priority could have earned"
 
 
 def test_a_run_of_victims_ends_before_a_block_that_need_not_be_dropped() -> None:

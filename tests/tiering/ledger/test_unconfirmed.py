@@ -224,6 +224,7 @@ def test_a_copy_made_after_the_sequence_was_ready_counts_as_well() -> None:
     run.ledger.finish(move, True)
     assert (sequence.computed, sequence.must_report) == (4, True)
     assert [block.node is not None for block in blocks] == [True, False, False]
+    assert run.ledger.counters.dropped_unconfirmed > 0
     run.ledger.release_lease(lease)
     run.ledger.remove_sequence(sequence.id, False)
 

@@ -1,0 +1,154 @@
+"""Rules of the arena in shared memory: whoever comes first makes it, its shape is agreed, and it never outlives its processes for long."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import signal
+import stat
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.io.job_board import MAX_JOBS
+from kvtier.io.shared_arena import ArenaShape, SharedArena, remove_stale
+
+SHAPE = ArenaShape("engine-1", (5000, 100), (3, 2), ranks=2, copies=2)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[list[SharedArena]]:
+    made: list[SharedArena] = []
+    yield made
+    for arena in made:
+        arena.close()
+
+
+def open_in(folder: Path, made: list[SharedArena], rank: int | None = None, shape: ArenaShape = SHAPE) -> SharedArena:
+    made.append(SharedArena(shape, rank, folder=folder, timeout=5.0))
+    return made[-1]
+
+
+@pytest.mark.parametrize("first", [None, 0])
+def test_whoever_comes_first_makes_it_and_all_see_the_same_bytes(tmp_path: Path, opened: list[SharedArena], first: int | None) -> None:
+    left, right = (open_in(tmp_path, opened, rank) for rank in ((None, 0) if first is None else (0, None)))
+    assert stat.S_IMODE(left.path.stat().st_mode) == 0o600
+    assert left.path.stat().st_blocks * 512 >= SHAPE.num_bytes, "all of it has been taken"
+    for number, (ours, theirs) in enumerate(zip(left.groups, right.groups, strict=True)):
+        assert ours is not None
+        assert theirs is not None
+        ours.rows[-1] = 7 + number
+        assert theirs.rows[-1].tolist() == [7 + number] * SHAPE.block_bytes[number]
+        assert not theirs.padded_rows[0].any()
+        assert theirs.padded_rows.ctypes.data % 4096 == 0
+
+
+def test_the_board_tells_which_rank_has_copied_and_ended_what(tmp_path: Path, opened: list[SharedArena]) -> None:
+    index, *ranks = (open_in(tmp_path, opened, rank) for rank in (None, 0, 1))
+    board = index.board
+    assert board.all_opened()
+    job = 3 * MAX_JOBS + 5
+    ranks[0].board.note_whole(0, [2, 0], 0, job)
+    ranks[1].board.note_whole(0, [2], 1, job)
+    assert board.whole(0, [0, 1, 2], job) == [False, False, True]
+    assert board.whole(0, [2], job - MAX_JOBS) == [False]
+    ranks[0].board.note_ended(0, job)
+    assert (board.has_ended(0, job), board.has_ended(1, job), board.all_ended(job)) == (True, False, False)
+    assert not board.has_ended(0, job - MAX_JOBS)
+
+
+def test_a_rank_that_has_gone_is_known_to_have_gone(tmp_path: Path, opened: list[SharedArena]) -> None:
+    index, rank = open_in(tmp_path, opened), open_in(tmp_path, opened, 0)
+    assert index.is_alive(0)
+    assert not index.is_alive(1)
+    assert not index.board.has_opened(1)
+    rank.close()
+    assert not index.is_alive(0)
+    assert index.board.has_opened(0)
+
+
+def test_another_shape_under_the_same_name_is_refused(tmp_path: Path, opened: list[SharedArena]) -> None:
+    open_in(tmp_path, opened)
+    with pytest.raises(ConfigError, match="another arena than this one's"):
+        open_in(tmp_path, opened, 0, ArenaShape("engine-1", (5000, 100), (4, 2), 2, 2))
+
+
+def test_each_part_is_there_once(tmp_path: Path, opened: list[SharedArena]) -> None:
+    open_in(tmp_path, opened)
+    open_in(tmp_path, opened, 1)
+    for rank, who in ((None, "another index"), (1, "another worker of rank 1")):
+        with pytest.raises(ConfigError, match=who):
+            open_in(tmp_path, opened, rank)
+    open_in(tmp_path, opened, 0)
+
+
+def test_once_it_is_unlinked_it_ends_with_its_processes(tmp_path: Path, opened: list[SharedArena]) -> None:
+    index, rank = open_in(tmp_path, opened), open_in(tmp_path, opened, 0)
+    index.unlink()
+    assert not list(tmp_path.iterdir())
+    slots = rank.groups[0]
+    assert slots is not None
+    slots.rows[0] = 9
+    assert index.groups[0] is not None
+    assert index.groups[0].rows[0, 0] == 9
+    again = open_in(tmp_path, opened)
+    index.unlink()
+    assert again.path.exists(), "that is another one's file"
+
+
+def hold(folder: str, sender: Connection) -> None:
+    arena = SharedArena(SHAPE, 0, folder=Path(folder))
+    slots = arena.groups[0]
+    assert slots is not None
+    slots.rows[:] = 255
+    sender.send(True)
+    signal.pause()
+
+
+def test_what_a_killed_process_left_is_made_anew_or_removed_by_the_next_one(tmp_path: Path, opened: list[SharedArena]) -> None:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("spawn").Process(target=hold, args=(str(tmp_path), sender))
+    child.start()
+    try:
+        assert receiver.poll(60)
+        assert remove_stale(tmp_path) == 0, "it is in use"
+    finally:
+        os.kill(child.pid or 0, signal.SIGKILL)
+        child.join(10)
+    stale = tmp_path / "kvtier-engine-1.arena"
+    assert stale.exists()
+    anew = open_in(tmp_path, opened)
+    assert anew.groups[0] is not None
+    assert not anew.groups[0].rows.any()
+    assert not anew.board.has_opened(0)
+    anew.close()
+    assert stale.exists()
+    open_in(tmp_path, opened, shape=ArenaShape("engine-2", (64,), (1,), 1, 1))
+    assert not stale.exists()
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../x", "x" * 200, ".hidden"])
+def test_a_name_that_is_no_file_name_is_refused(tmp_path: Path, opened: list[SharedArena], name: str) -> None:
+    with pytest.raises(ConfigError, match="engine_id"):
+        open_in(tmp_path, opened, shape=ArenaShape(name, (64,), (1,), 1, 1))
+
+
+def test_too_small_a_shared_memory_is_a_clear_error_and_leaves_nothing(tmp_path: Path, opened: list[SharedArena],
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(file: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    with pytest.raises(ConfigError, match=r"wanted, .* for each of 2 ranks; .* free of .*; lower secondary=.*--shm-size"):
+        open_in(tmp_path, opened)
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_than_the_memory_there_is_is_refused_before_any_is_taken(tmp_path: Path, opened: list[SharedArena]) -> None:
+    with pytest.raises(ConfigError, match=r"for each of 2 ranks; .* of memory are free"):
+        open_in(tmp_path, opened, shape=ArenaShape("engine-1", (1 << 30,), (1 << 20,), 2, 2))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,197 @@
+"""The plain cache for ``model.generate``: the same tokens as without it, and nothing computed that the tier has."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.cache_utils import CacheLayerMixin
+
+from kvtier import CapacityError, ConfigError, KVCacheManager, KVLayout, LayerSpec, Request, RequestError, TierConfig
+from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
+from kvtier.tiering.attach.generation_cache import GenerationCache, _Layer
+from kvtier.tiering.attach.transformers import layout_of
+
+
+@pytest.fixture(scope="session")
+def model(tiny_model):
+    return copy.deepcopy(tiny_model)  # the other one may be attached
+
+
+@pytest.fixture
+def open_tier(model, tmp_path):
+    tiers = []
+
+    def start(primary="40 blocks", secondary="40 blocks", nvme="0 blocks", layout=None, **settings):
+        layout = layout or layout_of(model.config, dtype=model.dtype, tokens_per_block=4)
+        tier = KVCacheManager(layout, TierConfig(primary=primary, secondary=secondary, nvme=nvme, nvme_free_space_reserve="0B",
+                                                 nvme_directory=tmp_path / "nvme", max_seq_len=256, **settings), model="tiny@test:0")
+        tiers.append(tier)
+        return tier
+
+    yield start
+    for tier in tiers:
+        tier.verify()
+        assert tier.stats().leases == tier.stats().sequences == 0
+        tier.close(timeout=10)
+
+
+def generate(model, prompt, new_tokens, **keywords):
+    ids = torch.tensor([prompt])
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **{"do_sample": False, **keywords})
+
+
+def answer(model, tier, number, prompt, new_tokens, **keywords):
+    """Through the cache; returns the new tokens and how many tokens were reused."""
+    with GenerationCache(tier, Request(number, prompt)) as cache:
+        output = generate(model, prompt, new_tokens, cache=cache, **keywords)
+        cache.keep(output[0])
+    return output[0, len(prompt):].tolist(), cache.reused_tokens
+
+
+def test_a_conversation_is_answered_as_by_generate_and_goes_on_where_it_ended(model, open_tier, generated, prompts):
+    tier = open_tier()
+    history = list(prompts[0])
+    for turn in range(3):
+        tokens, reused = answer(model, tier, turn, history, 9)
+        assert tokens == generated(history, 9)
+        assert reused == (0 if turn == 0 else len(history) - 4)  # the newest token of the answer, and what was said since
+        history += [*tokens, 5, 6, 7]
+
+
+def test_what_is_reused_is_really_read(model, open_tier, generated, prompts):
+    """The comparison above can fail: overwriting one stored block changes the answer."""
+    tier = open_tier()
+    answer(model, tier, 0, prompts[0], 2)
+    tier.pool().primary.tensor.fill_(0.5)
+    tokens, reused = answer(model, tier, 1, prompts[0], 9)
+    assert reused
+    assert tokens != generated(prompts[0], 9)
+
+
+def test_only_what_is_not_there_is_computed(model, open_tier, prompts):
+    tier = open_tier()
+    answer(model, tier, 0, prompts[0], 2)
+    seen = []
+    handle = model.model.embed_tokens.register_forward_hook(lambda _module, arguments, _output: seen.append(arguments[0].shape[1]))
+    try:
+        _, reused = answer(model, tier, 1, [*prompts[0], 5, 6], 3)
+    finally:
+        handle.remove()
+    assert seen == [len(prompts[0]) + 2 - reused, 1, 1]
+
+
+def test_prompts_over_three_levels_come_back_from_each(model, open_tier, generated, prompts):
+    tier = open_tier(primary="24 blocks", secondary="10 blocks", nvme="100 blocks")
+    for turn in range(2):
+        for number, prompt in enumerate(prompts):
+            assert answer(model, tier, 10 * turn + number, prompt, 4)[0] == generated(prompt, 4)
+        assert tier.flush(timeout=20)
+    assert tier.stats().hit_tokens.nvme > 0
+
+
+@pytest.mark.parametrize("operation", [FaultOperation.COPY, FaultOperation.READ])
+def test_what_fails_is_computed_again(model, open_tier, generated, prompts, operation):
+    tier = open_tier(primary="24 blocks", secondary="10 blocks", nvme="100 blocks",
+                     faults=Faults([FaultRule(FaultKind.FAILURE, operation, rate=0.2)], seed=4))
+    for turn in range(3):
+        for number, prompt in enumerate(prompts):
+            assert answer(model, tier, 10 * turn + number, prompt, 4)[0] == generated(prompt, 4)
+
+
+def test_what_does_not_come_in_time_is_computed(model, open_tier, generated, prompts):
+    tier = open_tier(primary="20 blocks", faults=Faults([FaultRule(FaultKind.DELAY, FaultOperation.COPY, seconds=0.05)]))
+    answer(model, tier, 0, prompts[0], 2)
+    answer(model, tier, 1, [100] * 60, 2)  # pushes the first one down
+    with GenerationCache(tier, Request(2, prompts[0]), load_timeout=0.005) as cache:
+        output = generate(model, prompts[0], 5, cache=cache)
+    assert cache.reused_tokens == 0
+    assert output[0, len(prompts[0]):].tolist() == generated(prompts[0], 5)
+
+
+def test_beams_and_several_answers_share_the_prompt(model, open_tier, prompts):
+    tier = open_tier()
+    for number in range(2):
+        with GenerationCache(tier, Request(number, prompts[0])) as cache:
+            beams = generate(model, prompts[0], 6, cache=cache, num_beams=3, num_return_sequences=3)
+            cache.keep(beams[0])
+        assert torch.equal(beams, generate(model, prompts[0], 6, num_beams=3, num_return_sequences=3))
+        assert cache.reused_tokens == (0 if number == 0 else len(prompts[0]) - 1)  # the prompt, and not the beams' own tokens
+    with GenerationCache(tier, Request(5, prompts[0])) as cache:
+        several = generate(model, prompts[0], 4, cache=cache, do_sample=True, num_return_sequences=2)
+    assert several.shape == (2, len(prompts[0]) + 4)
+
+
+def test_another_model_of_the_family_works_too(open_tier, prompts):
+    torch.manual_seed(3)
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=199, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+                                         num_key_value_heads=1, initializer_range=0.4)).eval()
+    model.generation_config.eos_token_id = None
+    tier = open_tier(layout=layout_of(model.config, dtype=model.dtype, tokens_per_block=4))
+    for number in range(2):
+        tokens, reused = answer(model, tier, number, prompts[0], 6)
+        assert tokens == generate(model, prompts[0], 6)[0, len(prompts[0]):].tolist()
+    assert reused == len(prompts[0]) - 1
+
+
+def test_without_keep_the_prompt_alone_is_stored_and_after_an_error_nothing(model, open_tier, prompts):
+    tier = open_tier()
+    prompt = prompts[0]
+
+    def break_down(number):
+        with GenerationCache(tier, Request(number, prompt)) as cache:
+            generate(model, prompt, 3, cache=cache)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        break_down(0)
+    assert tier.match([*prompt, 5]).reusable_tokens == 0
+    with GenerationCache(tier, Request(1, prompt)) as cache:
+        output = generate(model, prompt, 9, cache=cache)
+    assert tier.match(output[0].tolist()).reusable_tokens == 36
+    with GenerationCache(tier, Request(2, prompt)) as cache:
+        cache.close()
+        cache.close()
+
+
+def test_an_answer_that_has_no_room_is_left_out_and_the_prompt_is_stored(model, open_tier, generated, prompts):
+    tier = open_tier(primary="11 blocks", secondary="0 blocks")
+    tokens, _ = answer(model, tier, 0, prompts[0], 20)
+    assert tokens == generated(prompts[0], 20)
+    assert tier.match([*prompts[0], 5]).reusable_tokens == 36
+
+
+def test_tokens_that_do_not_belong_to_the_prompt_are_refused(model, open_tier, prompts):
+    expected = pytest.raises(RequestError, match="do not begin with the prompt's 37")
+    with GenerationCache(open_tier(), Request(0, prompts[0])) as cache, expected:
+        cache.keep([1, 2, 3])
+
+
+def test_a_prompt_longer_than_the_pool_is_refused_and_nothing_is_held(open_tier):
+    tier = open_tier(primary="10 blocks", secondary="0 blocks")
+    with pytest.raises(CapacityError):
+        GenerationCache(tier, Request(0, [5] * 100))
+
+
+def test_layouts_that_a_plain_cache_cannot_hold_are_refused(open_tier):
+    layout = KVLayout([LayerSpec.attention(2, 8, window=8), LayerSpec.attention(2, 8)], "float32", 4)
+    with pytest.raises(ConfigError, match="full attention alone"):
+        GenerationCache(open_tier(layout=layout), Request(0, [5, 6]))
+
+
+def test_a_model_of_another_shape_is_told_so(model, open_tier):
+    tier = open_tier(layout=KVLayout.uniform(2, 1, 8, "float32", 4))
+    with pytest.raises(ConfigError, match=r"the cache holds .* of 1 heads"), GenerationCache(tier, Request(0, [5, 6])) as cache:
+        generate(model, [5, 6], 1, cache=cache)
+
+
+def test_our_layer_has_all_that_the_installed_transformers_asks_of_one():
+    """Contract test: nothing abstract is left, and what generate looks up is there."""
+    assert not getattr(_Layer, "__abstractmethods__", None)
+    assert issubclass(_Layer, CacheLayerMixin)
+    layer = _Layer(torch.zeros(2, 3, 8), torch.zeros(2, 3, 8))
+    assert layer.get_seq_length() == 3
+    assert layer.get_mask_sizes(2) == (5, 0)
+    assert layer.get_max_length() == -1

@@ -1,0 +1,202 @@
+"""A plain ``Cache`` for ``model.generate(cache=...)``: offload and reuse of whole prompts, for those who want no serving loop.
+
+The model keeps its own attention, and its keys and values lie in ordinary tensors while it generates. At the beginning what the tier has
+of the prompt is copied out of its pages; at the end what was computed is copied in. So generating takes device memory twice for what the
+pages hold too, and one call serves one prompt. An engine that serves many requests attaches with
+:mod:`kvtier.tiering.attach.transformers`, where attention reads the pages in place.
+
+transformers' side of this is ``CacheLayerMixin`` of release 5.19 to 5.24.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from kvtier.errors import CapacityError, ConfigError, RequestError, TransferError
+from kvtier.kernels import write_kv
+from kvtier.tiering.ledger.request import Request, token_bytes
+
+if TYPE_CHECKING:
+    from kvtier.tiering.manager import KVCacheManager
+
+
+class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]  # its own __init_subclass__
+    """One layer: keys and values ``[rows, kv_heads, tokens, head_dim]``, first those that were reused."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reused_keys, self.reused_values = keys, values  # [kv_heads, tokens, head_dim]
+
+    def get_seq_length(self) -> int:
+        return super().get_seq_length() if self.is_initialized else self.reused_keys.shape[1]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Begin with what was reused, the same for each row (beams, or several answers to one prompt)."""
+        for name, states, reused in (("keys", key_states, self.reused_keys), ("values", value_states, self.reused_values)):
+            if (states.dtype, states.device, states.shape[1], states.shape[3]) != (reused.dtype, reused.device, reused.shape[0],
+                                                                                 reused.shape[2]):
+                raise ConfigError(f"the model's {name} are {states.dtype} {tuple(states.shape)} on {states.device}, the cache holds "
+                                  f"{reused.dtype} of {reused.shape[0]} heads with {reused.shape[2]} elements on {reused.device}; make the "
+                                  "layout with layout_of(model.config, dtype=model.dtype)")
+        super().lazy_initialization(key_states, value_states)
+        rows = key_states.shape[0]
+        self.keys = self.reused_keys.expand(rows, -1, -1, -1)
+        self.values = self.reused_values.expand(rows, -1, -1, -1)
+
+    @property
+    def num_rows(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[0]
+
+    def first_row(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of tokens ``start`` to ``end - 1``, ``[tokens, kv_heads, head_dim]``."""
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys[0, :, start:end].transpose(0, 1), self.values[0, :, start:end].transpose(0, 1)
+
+
+class GenerationCache(Cache):
+    """The KV cache of one prompt, over a tier.
+
+    ::
+
+        with GenerationCache(tier, Request(1, input_ids[0])) as cache:
+            output = model.generate(input_ids, cache=cache, max_new_tokens=50)
+            cache.keep(output[0])
+
+    Give ``generate`` the whole prompt: it computes only what is not there. Leaving the block stores the prompt, and what :meth:`keep` was
+    given; after an error nothing new is stored. Several beams or several answers to one prompt may share one cache; then only the prompt is
+    stored. Caches of different prompts can be used at the same time, in different threads too.
+
+    Args:
+        tier: a manager whose layout is the model's (``layout_of``), all of it full attention.
+        request: the prompt, with its namespace. Its id must not be in use.
+        load_timeout: seconds to wait for what is stored; after that the prompt is computed.
+        engine_stream: the CUDA stream that the model computes on; None on a CPU.
+
+    Attributes:
+        reused_tokens: prompt tokens that do not have to be computed.
+
+    Raises:
+        ConfigError: a layout with windows, states or latent rows.
+        CapacityError: a prompt longer than the primary level has room for.
+    """
+
+    def __init__(self, tier: KVCacheManager, request: Request, *, load_timeout: float = 30.0, engine_stream: Any = None) -> None:
+        group = tier.layout.groups[0]
+        if len(tier.layout.groups) != 1 or group.kind != "attention" or group.spec.window is not None or group.is_split:
+            kinds = ", ".join(other.describe() for other in tier.layout.groups)
+            raise ConfigError(f"GenerationCache: a layout of {kinds}; it holds full attention alone. Serve this model with AttachedModel "
+                              "and ServingLoop")
+        self._tier = tier
+        self._request = request
+        self._engine_stream = engine_stream
+        self._prompt: list[int] = array("i", request.token_bytes).tolist()
+        self._kept: list[int] | None = None
+        self._is_open = True
+        self.reused_tokens = 0
+        layers = self._begin(request, load_timeout) or self._begin(_without_reuse(request, self._prompt), load_timeout)
+        if layers is None:
+            raise TransferError(f"request {request.id}: its blocks were not free to be written within {load_timeout} s; try again")
+        self._layers = layers
+        super().__init__(layers=[*layers])
+
+    def __enter__(self) -> GenerationCache:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(store=error is None)
+
+    def keep(self, tokens: Sequence[int] | torch.Tensor) -> None:
+        """Store these tokens too when the cache is closed: the prompt and the answer, as ``generate`` returns them.
+
+        RequestError when they do not begin with the prompt.
+        """
+        kept = array("i", token_bytes(tokens)).tolist()
+        if kept[:len(self._prompt)] != self._prompt:
+            raise RequestError(f"request {self._request.id}: keep() was given tokens that do not begin with the prompt's "
+                               f"{len(self._prompt)}; pass one row of what generate returned, the prompt included")
+        self._kept = kept
+
+    def close(self, store: bool = True) -> None:
+        """Store what was computed, and let the tier's blocks go. May be called again."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        is_stored = False
+        try:
+            is_stored = store and self._write_back()
+        finally:
+            self._tier.remove_sequence(self._request.id, store=is_stored)
+            self._tier.refresh()
+
+    # -- inside ----------------------------------------------------------------------------------------------------------
+
+    def _begin(self, request: Request, load_timeout: float) -> list[_Layer] | None:
+        """Admit the prompt and copy out what there is of it. None, and nothing admitted, when that does not come or turns out bad."""
+        tier = self._tier
+        tier.add_sequence(request)
+        layers: list[_Layer] | None = None
+        try:
+            self.reused_tokens = tier.wait_ready(request.id, timeout=load_timeout)
+            with tier.step(self._engine_stream, ids=[request.id]) as ready:
+                if ready:
+                    layers = self._copy_out(self.reused_tokens)
+        except (TimeoutError, CapacityError):
+            pass
+        finally:
+            if layers is None:
+                tier.remove_sequence(request.id, store=False)
+        return layers
+
+    def _copy_out(self, count: int) -> list[_Layer]:
+        """Keys and values of the first ``count`` tokens, layer by layer."""
+        layers: list[_Layer] = []
+        slots = self._slots(count)
+        for number in range(len(self._tier.layout.layers)):
+            pages = self._tier.layer_buffer(number)[slots]  # [blocks, 2, heads, tokens, dim], a copy
+            keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :count]
+            layers.append(_Layer(keys, values))
+        return layers
+
+    def _slots(self, num_tokens: int) -> torch.Tensor:
+        group = self._tier.layout.groups[0]
+        entries = self._tier.block_table([self._request.id])[0, 0, :-(-num_tokens // group.tokens_per_block)]
+        return (entries // (group.num_layers * group.kv_factor)).long()
+
+    def _write_back(self) -> bool:
+        """Copy what was computed into the pages. False when they do not hold it, and must not be stored."""
+        end = min(layer.get_seq_length() for layer in self._layers)
+        if end < len(self._prompt):
+            return False  # the prompt was never computed to its end
+        tier, request_id = self._tier, self._request.id
+        answer = (self._kept or [])[len(self._prompt):] if self._layers[0].num_rows == 1 else []
+        if answer:
+            try:
+                tier.append_tokens(request_id, answer)
+            except CapacityError:
+                answer = []  # no room for it: the prompt alone is stored
+        end = min(end, len(self._prompt) + len(answer))
+        pool = tier.pool(group=0).primary
+        with tier.step(self._engine_stream, ids=[request_id]) as ready:
+            if not ready:
+                return False
+            positions = torch.arange(self.reused_tokens, end, dtype=torch.int32, device=pool.pages.device)
+            table = tier.block_table([request_id])
+            for number, layer in enumerate(self._layers):
+                keys, values = layer.first_row(self.reused_tokens, end)
+                write_kv(pool.pages, keys, values, table, torch.zeros_like(positions), positions, layer=number,
+                         num_layers=pool.group.num_layers, kv_factor=pool.group.kv_factor)
+        tier.mark_computed(request_id, end)
+        return True
+
+
+def _without_reuse(request: Request, prompt: Sequence[int]) -> Request:
+    return Request(request.id, prompt, lora_id=request.lora_id, cache_salt=request.cache_salt, extra_ids=request.extra_ids,
+                   multimodal=request.multimodal, retention=request.retention, lora_digest=request.lora_digest,
+                   extra_ids_digest=request.extra_ids_digest, skip_read=True, skip_write=request.skip_write)
