@@ -13,7 +13,7 @@ IN_PARALLEL := -n 2 --dist worksteal
 test test-compiled fuzz-ledger: export OMP_NUM_THREADS ?= 1
 PURE_TESTS := $(wildcard tests/policies tests/tiering/ledger tests/cases) $(wildcard tests/tiering/test_manager_b[al]*.py tests/tiering/test_manager_r[eu]*.py)
 
-.PHONY: venv demo test types lint compiled test-compiled bench-ledger fuzz-ledger soak test-gpu wheel clean
+.PHONY: venv demo test types lint compiled test-compiled bench-ledger fuzz-ledger soak test-gpu test-vllm wheel clean
 
 venv: $(READY)
 
@@ -70,6 +70,16 @@ soak: $(READY)
 # For a machine with a GPU that has torch, triton and cupy already; installs nothing, so it takes the system's Python.
 test-gpu:
 	PYTHONPATH="$$($(PYTHON) scripts/stage.py)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) scripts/test_gpu.py $(ARGS)
+
+# The vLLM adapter in the real vLLM, on the CPU, in an environment of its own (made once: minutes, 3.5 GB).
+# The short form: make test-vllm ARGS='-m "vllm and not slow"'
+VLLM_VENV ?= .venv-vllm
+$(VLLM_VENV)/.installed: scripts/make_vllm_venv.sh
+	@echo "Preparing $(VLLM_VENV) (once, a few minutes: vLLM is large) ..."
+	@VLLM_VENV="$(VLLM_VENV)" PYTHON="$(PYTHON)" scripts/make_vllm_venv.sh
+
+test-vllm: $(VLLM_VENV)/.installed
+	$(abspath $(VLLM_VENV))/bin/python -m pytest tests/vllm -m vllm $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.bench.ledger_growth import add_growth, size_of
+from kvtier.bench.ledger_keys import KeyHostTier
 from kvtier.bench.ledger_plan import VLLM, LedgerPlan
 from kvtier.bench.ledger_rig import MAX_EVENTS, TOKENS_PER_BLOCK, Side, Workload, is_compiled
 from kvtier.bench.ledger_workloads import BUFFER, LIST, READY, Compare, Decode, Evict, HostTier, Insert, Match, Turns
@@ -170,14 +171,14 @@ def _turns(plan: LedgerPlan, with_vllm: bool) -> Workload:
 def _host_tier(plan: LedgerPlan, with_vllm: bool) -> Workload:
     name = "ledger/W6"
     each = plan.host_blocks // 16
-    sides: dict[str, Side] = {name: HostTier(plan.host_blocks, each)}
+    sides: dict[str, Side] = {name: HostTier(plan.host_blocks, each), f"{name}/keys": KeyHostTier(plan.host_blocks, each)}
     if not with_vllm:
         return Workload(sides)
     from kvtier.bench.ledger_vllm import VllmHostTier
     peers = {f"{VLLM}-{policy}": f"{name}/{VLLM}-{policy}" for policy in ("lru", "arc")}
     for policy in ("lru", "arc"):
         sides[f"{name}/{VLLM}-{policy}"] = VllmHostTier(plan.host_blocks, each, policy)
-    return Workload(sides, {name: peers})
+    return Workload(sides, {name: peers, f"{name}/keys": peers})
 
 
 def _measure(report: Report, name: str, make: Callable[[], Workload], plan: LedgerPlan) -> None:

@@ -41,9 +41,9 @@ def block_seed(key: bytes, group: int, slot: int) -> int:
     return xxhash.xxh3_64_intdigest(_PLACE.pack(group, slot) + key)
 
 
-def page_checksum(page: npt.NDArray[np.uint8]) -> bytes:
+def page_checksum(page: memoryview) -> bytes:
     """Checksum of a header page's own bytes (uint8, contiguous). 16 bytes."""
-    return xxhash.xxh3_128_digest(page.data)
+    return xxhash.xxh3_128_digest(page)
 
 
 def row_digest(packed: bytes, seed: int) -> int:

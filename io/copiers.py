@@ -14,12 +14,13 @@ from typing import Final, Protocol
 import numpy as np
 import torch
 
-from kvtier.errors import ConfigError
-from kvtier.io.copy_runs import check_slots
+from kvtier.io.copy_runs import check_slots, num_runs
+from kvtier.io.copy_tools import copy_tools
 from kvtier.io.cuda_copier import CudaCopier
-from kvtier.io.cuda_copier import Memory as AnyMemory
+from kvtier.io.cuda_memory import Memory as AnyMemory
 from kvtier.io.cuda_stream import load_cuda
-from kvtier.io.layer_copier import BlockRows, LayerCopier, section_copier
+from kvtier.io.layer_copier import BlockRows, LayerCopier, layers_copier, section_copier
+from kvtier.io.layer_pieces import Layers, piece_ends, pieces_on_host
 from kvtier.io.row_copier import Call, Numbers, RowCopier, Rows
 from kvtier.kernels.partial_copy import copy_partial_blocks
 from kvtier.pools.block_sections import BlockSection
@@ -39,16 +40,23 @@ DIRECT: Final = 3
 class Copier(Protocol):
     """Copies blocks of one group from one level's memory to another's."""
 
-    def copy(self, pairs: Sequence[tuple[int, int]], num_tokens: int = 0) -> None:
+    def copy(self, pairs: Sequence[tuple[int, int]], num_tokens: int = 0, layers: Layers | None = None) -> None:
         """Copy blocks, or enqueue their copies on the stream whose work this is called from.
 
         Args:
             pairs: (source slot, destination slot). No destination slot occurs twice or is a source of the same call.
             num_tokens: 0 for whole blocks, n > 0 for the first n tokens of each head, layer and field. What cannot be cut
                 at a token (block scales, indexer keys, recurrent state) goes whole all the same.
+            layers: positions of the layers to copy, of whole blocks; None for all of them.
 
         Raises:
             IndexError: a slot outside its pool; nothing has been copied then.
+        """
+
+    def layer_ends(self, pairs: Sequence[tuple[int, int]], most: int) -> tuple[int, ...]:
+        """Behind which layers to cut a copy of these blocks into pieces, at most so many: as many as are worth their calls.
+
+        The last end is the number of layers. One end: they are copied whole.
         """
 
 
@@ -59,8 +67,13 @@ class HostCopier:
         self._num_sources = num_slots(source)
         self._num_destinations = num_slots(destination)
         self._tokens_per_block = group.tokens_per_block
-        by_section = [section_copier(section_rows(source, section), section_rows(destination, section)) for section in group.sections]
+        self._block_bytes = group.block_bytes
+        self._num_layers = group.sections[0].shape[0]
+        self._rows_of_sections = [(section_rows(source, section), section_rows(destination, section)) for section in group.sections]
+        self._of_layers: dict[Layers, list[RowCopier | LayerCopier]] = {}
+        by_section = [section_copier(from_rows, to_rows) for from_rows, to_rows in self._rows_of_sections]
         self._whole: list[RowCopier | LayerCopier] = [*by_section]
+        self._is_of_rows = isinstance(source, HostArena) and isinstance(destination, HostArena)
         if isinstance(source, HostArena) and isinstance(destination, HostArena):
             # Between two arenas a block is one row, whatever it consists of.
             self._whole = [RowCopier(source.rows, destination.rows)]
@@ -68,12 +81,12 @@ class HostCopier:
         self._by_token = [(section_blocks(destination, section), section_blocks(source, section))
                           for section in group.sections if section.is_by_token]
 
-    def copy(self, pairs: Sequence[tuple[int, int]], num_tokens: int = 0) -> None:
+    def copy(self, pairs: Sequence[tuple[int, int]], num_tokens: int = 0, layers: Layers | None = None) -> None:
         """Copy now, in the calling thread."""
         if not pairs:
             return
         sources, destinations = self._checked(pairs)
-        copiers = self._whole
+        copiers = self._whole if layers is None else self._copiers_of(layers)
         if 0 < num_tokens < self._tokens_per_block:
             for destination, source in self._by_token:
                 copy_partial_blocks(destination, source, pairs, num_tokens)
@@ -81,10 +94,27 @@ class HostCopier:
         for copier in copiers:
             copier.copy(sources, destinations)
 
-    def plan(self, pairs: Sequence[tuple[int, int]]) -> list[Call]:
-        """The calls that ``copy(pairs)`` makes, for a thread that is to do nothing but copy. IndexError as of ``copy``."""
+    def plan(self, pairs: Sequence[tuple[int, int]], layers: Layers | None = None) -> list[Call]:
+        """The calls that ``copy(pairs, 0, layers)`` makes, for a thread that is to do nothing but copy. IndexError as of ``copy``."""
         sources, destinations = self._checked(pairs)
-        return [call for copier in self._whole for call in copier.plan(sources, destinations)]
+        copiers = self._whole if layers is None else self._copiers_of(layers)
+        return [call for copier in copiers for call in copier.plan(sources, destinations)]
+
+    def layer_ends(self, pairs: Sequence[tuple[int, int]], most: int) -> tuple[int, ...]:
+        """See ``Copier.layer_ends``. A piece takes a call for each run of neighbours; of a layer-first pool, one more for each layer."""
+        if self._is_of_rows or pieces_on_host(most, len(pairs) * self._block_bytes, 1) == 1:
+            return (self._num_layers,)
+        calls = num_runs(pairs) * len(self._rows_of_sections)
+        if any(source.layers or destination.layers for source, destination in self._rows_of_sections):
+            calls *= -(-self._num_layers // most)
+        return piece_ends(self._num_layers, pieces_on_host(most, len(pairs) * self._block_bytes, calls))
+
+    def _copiers_of(self, layers: Layers) -> list[RowCopier | LayerCopier]:
+        found = self._of_layers.get(layers)
+        if found is None:
+            found = [layers_copier(source, destination, self._num_layers, *layers) for source, destination in self._rows_of_sections]
+            self._of_layers[layers] = found
+        return found
 
     def _checked(self, pairs: Sequence[tuple[int, int]]) -> tuple[Numbers, Numbers]:
         slots = np.array(pairs, np.intp)
@@ -103,9 +133,6 @@ def open_copiers(pools: GroupMemory, staging: HostArena | None, device: str,
         staging: where blocks read from NVMe arrive; None without an NVMe level.
         device: a device's name, as ``Device.name`` gives it.
         direct: staging memory of the direct way, on the device or (with device "cpu") the host; None without one.
-
-    Raises:
-        ConfigError: a layer-first pool on CUDA.
     """
     memories: dict[int, AnyMemory] = {}
     if pools.primary is not None:
@@ -122,10 +149,8 @@ def open_copiers(pools: GroupMemory, staging: HostArena | None, device: str,
     if device == "cpu":
         return {(destination, source): HostCopier(_of_host(memories[source]), _of_host(memories[destination]), pools.group)
                 for destination, source in pairs}
-    if pools.primary is not None and pools.primary.layer_first:
-        raise ConfigError(f"device={device!r}: copies to and from layer-first pools are made on the CPU only; use a block-first pool")
-    cuda = load_cuda()
-    return {(destination, source): CudaCopier(cuda, memories[source], memories[destination], pools.group)
+    tools = copy_tools(load_cuda(), device)
+    return {(destination, source): CudaCopier(tools, memories[source], memories[destination], pools.group)
             for destination, source in pairs}
 
 

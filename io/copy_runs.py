@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 MAX_RUN_BYTES: Final = 1 << 30
@@ -51,6 +52,13 @@ def coalesce(pairs: Sequence[tuple[int, int]], max_rows: int, source_piece: int 
         count += 1
     runs.append(Run(first_source, first_destination, count))
     return runs
+
+
+def num_runs(pairs: Sequence[tuple[int, int]]) -> int:
+    """How many runs there are, if none is too long."""
+    ordered = sorted(pairs, key=_by_destination)
+    return 1 + sum(1 for (source, destination), (next_source, next_destination) in pairwise(ordered)
+                   if next_source != source + 1 or next_destination != destination + 1)
 
 
 def check_slots(pairs: Sequence[tuple[int, int]], num_sources: int, num_destinations: int) -> None:

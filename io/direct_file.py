@@ -78,6 +78,10 @@ def refuses_direct(directory: Path) -> str | None:
     return None if np.array_equal(written, read) else "a page written directly reads back differently"
 
 
+class _NotAligned(Exception):
+    """Direct I/O has refused buffers that do not start on page boundaries, or are not whole pages."""
+
+
 class _ThreadMemory(threading.local):
     """One bounce buffer per thread, as large as the largest range that the thread has bounced."""
 
@@ -138,10 +142,11 @@ class DirectFile:
             OSError: the system could not read.
         """
         wanted = self._check(offset, buffers)
-        if not self.direct or all(map(is_aligned, buffers)):
+        try:  # where each buffer lies is looked up only when the system refuses them: that takes as long as a short call
             self._read(offset, buffers, wanted)
             return
-        bounce = _bounce.take(_whole_pages(wanted))
+        except _NotAligned:
+            bounce = _bounce.take(_whole_pages(wanted))
         self._read(offset, [bounce], wanted)
         start = 0
         for buffer in buffers:
@@ -211,23 +216,32 @@ class DirectFile:
         return sum(buffer.nbytes for buffer in buffers)
 
     def _read(self, offset: int, buffers: Sequence[Buffer], wanted: int) -> None:
-        with self.queue.reading(wanted) if self.queue is not None else contextlib.nullcontext():
+        if self.queue is None:
             self._move(os.preadv, "read", offset, buffers, wanted)
+        else:
+            with self.queue.reading(wanted):
+                self._move(os.preadv, "read", offset, buffers, wanted)
 
     def _write(self, offset: int, buffers: Sequence[Buffer], wanted: int) -> None:
-        with self.queue.writing(wanted) if self.queue is not None else contextlib.nullcontext():
+        if self.queue is None:
             self._move(os.pwritev, "write", offset, buffers, wanted)
+        else:
+            with self.queue.writing(wanted):
+                self._move(os.pwritev, "write", offset, buffers, wanted)
 
     def _move(self, call: _VectoredCall, verb: str, offset: int, buffers: Sequence[Buffer], wanted: int) -> None:
         """Repeat a vectored call until ``wanted`` bytes have travelled: the kernel may move fewer (2 GiB at most)."""
         done = 0
         views = [buffer.data for buffer in buffers]
         while done < wanted:
+            was_direct = self.direct  # another thread may find out at the same time
             try:
                 count = call(self._descriptor, _rest(views, done), offset + done)
             except OSError as error:
-                if error.errno != errno.EINVAL or not self.direct:
+                if error.errno != errno.EINVAL or not was_direct:
                     raise
+                if not all(map(is_aligned, buffers)):
+                    raise _NotAligned from error
                 self._go_buffered(f"direct {verb}")
                 continue
             after = done + count
@@ -258,6 +272,8 @@ def _whole_pages(num_bytes: int) -> int:
 
 def _rest(views: list[memoryview], done: int) -> list[memoryview]:
     """What is left of ``views`` behind the first ``done`` bytes, as much as one call takes."""
+    if not done and len(views) <= _IOV_MAX:
+        return views
     for position, view in enumerate(views):
         if done < view.nbytes:
             return [view[done:], *views[position + 1:position + _IOV_MAX]] if done else views[position:position + _IOV_MAX]

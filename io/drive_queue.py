@@ -89,6 +89,22 @@ class AdaptiveDepth:
             self.depth += self._step
 
 
+class ReadTurn:
+    """One read's turn; see :meth:`DriveQueue.reading`. No generator: that takes longer, and every block comes by here."""
+
+    __slots__ = ("_num_bytes", "_queue")
+
+    def __init__(self, queue: DriveQueue, num_bytes: int) -> None:
+        self._queue = queue
+        self._num_bytes = num_bytes
+
+    def __enter__(self) -> None:
+        self._queue.begin_read(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._queue.end_read(self, self._num_bytes)
+
+
 class DriveQueue:
     """Turns for reads and writes of one drive. Thread-safe.
 
@@ -104,38 +120,40 @@ class DriveQueue:
         self._write_rate = write_bytes_per_second
         self._next_write = 0.0
         self._hurries = threading.Event()
-        lock = threading.Lock()
-        self._read_turn = threading.Condition(lock)
-        self._write_turn = threading.Condition(lock)
+        self._lock = threading.Lock()
+        self._read_turn = threading.Condition(self._lock)
+        self._write_turn = threading.Condition(self._lock)
         self._read_depth = AdaptiveDepth(read_depth, start=2)
         self._write_depth = AdaptiveDepth(write_depth, start=write_depth)
         self._reads: dict[object, float] = {}  # in the drive, oldest first and since when, without those whose place was taken
         self._writes: dict[object, None] = {}
         self._waiting_reads = self._waiting_writes = 0
 
-    @contextmanager
-    def reading(self, num_bytes: int) -> Iterator[None]:
-        """Around a read of so many bytes."""
-        turn = object()
-        with self._read_turn:
-            self._waiting_reads += 1
-            try:
-                if len(self._reads) >= self._read_depth.depth \
-                        and not self._read_turn.wait_for(lambda: len(self._reads) < self._read_depth.depth, _PATIENCE):
-                    del self._reads[next(iter(self._reads))]
-            finally:
-                self._waiting_reads -= 1
+    def reading(self, num_bytes: int) -> ReadTurn:
+        """``with queue.reading(n):`` around a read of so many bytes."""
+        return ReadTurn(self, num_bytes)
+
+    def begin_read(self, turn: ReadTurn) -> None:
+        """Wait for this turn."""
+        with self._lock:
+            if len(self._reads) >= self._read_depth.depth:
+                self._waiting_reads += 1
+                try:
+                    if not self._read_turn.wait_for(lambda: len(self._reads) < self._read_depth.depth, _PATIENCE):
+                        del self._reads[next(iter(self._reads))]
+                finally:
+                    self._waiting_reads -= 1
             self._reads[turn] = self._clock()
-        try:
-            yield
-        finally:
-            with self._read_turn:
-                self._read_depth.note(num_bytes, self._clock(), self._waiting_reads > 0)
-                self._reads.pop(turn, None)  # not there when another one has its place
-                if self._waiting_reads:
-                    self._read_turn.notify(2)  # after a step up there are two places
-                elif self._waiting_writes and not self._is_read_from():
-                    self._write_turn.notify_all()
+
+    def end_read(self, turn: ReadTurn, num_bytes: int) -> None:
+        """This turn is over."""
+        with self._lock:
+            self._read_depth.note(num_bytes, self._clock(), self._waiting_reads > 0)
+            self._reads.pop(turn, None)  # not there when another one has its place
+            if self._waiting_reads:
+                self._read_turn.notify(2)  # after a step up there are two places
+            elif self._waiting_writes and not self._is_read_from():
+                self._write_turn.notify_all()
 
     @contextmanager
     def writing(self, num_bytes: int) -> Iterator[None]:

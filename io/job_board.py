@@ -57,6 +57,10 @@ class JobBoard:
         """The rank has copied all of its part into these slots."""
         self._whole[group][slots, rank] = job + 1
 
+    def note_begun(self, rank: int, job: int) -> None:
+        """The rank uses the job's slots (again)."""
+        self._ended[job % MAX_JOBS, rank] = 0
+
     def note_ended(self, rank: int, job: int) -> None:
         """The rank uses no slot for this job any more."""
         self._ended[job % MAX_JOBS, rank] = job + 1

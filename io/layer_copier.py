@@ -29,29 +29,36 @@ class BlockRows:
 
 
 class LayerCopier:
-    """Copies between two memories of which one or both are layer-first."""
+    """Copies between two memories of which one or both are layer-first.
 
-    def __init__(self, source: BlockRows, destination: BlockRows) -> None:
+    Args:
+        source, destination: both ends.
+        first, end: the layers to copy; all of them when left out.
+    """
+
+    def __init__(self, source: BlockRows, destination: BlockRows, first: int = 0, end: int | None = None) -> None:
         layers = source.layers or destination.layers
-        self._layers = np.arange(layers)
+        end = layers if end is None else end
+        self._num_layers = layers
+        self._layers = np.arange(first, end)
         self._pages: RowCopier | None = None
         self._by_layer: list[RowCopier] = []
         self._cubes: tuple[Rows, Rows] | None = None
         if source.layers and destination.layers:
-            self._cubes = _cube(source), _cube(destination)
+            self._cubes = _cube(source)[first:end], _cube(destination)[first:end]
             return
-        first, other = (source, destination) if source.layers else (destination, source)
-        num_bytes = first.rows.shape[1]
-        num_slots = first.rows.shape[0] // layers
+        layered, other = (source, destination) if source.layers else (destination, source)
+        num_bytes = layered.rows.shape[1]
+        num_slots = layered.rows.shape[0] // layers
         self._is_from_layers = bool(source.layers)
         self._num_slots = num_slots
         if other.rows.flags.c_contiguous:
             pages = other.rows.reshape(-1, num_bytes)
-            self._pages = RowCopier(first.rows, pages) if self._is_from_layers else RowCopier(pages, first.rows)
+            self._pages = RowCopier(layered.rows, pages) if self._is_from_layers else RowCopier(pages, layered.rows)
             return
         # Gaps between the slots (padding, other sections): each layer is copied for all blocks.
-        for layer in range(layers):
-            ours = first.rows[layer * num_slots:(layer + 1) * num_slots]
+        for layer in range(first, end):
+            ours = layered.rows[layer * num_slots:(layer + 1) * num_slots]
             theirs = other.rows[:, layer * num_bytes:(layer + 1) * num_bytes]
             self._by_layer.append(RowCopier(ours, theirs) if self._is_from_layers else RowCopier(theirs, ours))
 
@@ -68,7 +75,7 @@ class LayerCopier:
                     for from_slot, to_slot in zip(sources.tolist(), destinations.tolist(), strict=True)]
         if self._pages is None:
             return [call for copier in self._by_layer for call in copier.plan(sources, destinations)]
-        count = len(self._layers)
+        count = self._num_layers
         apart = self._layers * self._num_slots
         if self._is_from_layers:
             return self._pages.plan((sources[:, None] + apart).ravel(), (destinations[:, None] * count + self._layers).ravel())
@@ -80,6 +87,15 @@ def section_copier(source: BlockRows, destination: BlockRows) -> RowCopier | Lay
     if source.layers or destination.layers:
         return LayerCopier(source, destination)
     return RowCopier(source.rows, destination.rows)
+
+
+def layers_copier(source: BlockRows, destination: BlockRows, num_layers: int, first: int, end: int) -> RowCopier | LayerCopier:
+    """The copier for layers ``first`` to ``end`` - 1 of one section, which has ``num_layers`` of them."""
+    if source.layers or destination.layers:
+        return LayerCopier(source, destination, first, end)
+    layer_bytes = source.rows.shape[1] // num_layers
+    columns = slice(first * layer_bytes, end * layer_bytes)
+    return RowCopier(source.rows[:, columns], destination.rows[:, columns])
 
 
 def _cube(memory: BlockRows) -> Rows:

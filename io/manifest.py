@@ -2,7 +2,7 @@
 
 The rows live in memory too, so that lookups touch no file; the database is what survives the process. SQLite's own check
 misses most flipped bits, so each row carries a digest over its columns, and one row of totals (how many rows there are, all
-digests XORed together) tells when rows have vanished.
+digests XORed together) tells when rows have vanished; ``manifest_reading`` compares them.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ import gc
 import logging
 import os
 import sqlite3
-import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from kvtier.errors import TransferError
-from kvtier.io.checksum import row_digest
 from kvtier.io.faults import FaultOperation, Faults
-from kvtier.io.manifest_rows import ROW_LAYOUT, ManifestContents, ManifestRow, Place, QuarantineRow, Totals
-from kvtier.io.sqlite_errors import outer_cause, primary_code
-from kvtier.io.wal_check import claimed_frames
+from kvtier.io.manifest_reading import ManifestReader, read_quarantine, stored_totals
+from kvtier.io.manifest_rows import ManifestContents, ManifestRow, Place, QuarantineRow, Totals
+from kvtier.io.sqlite_errors import SQLITE_ERRORS, outer_cause, primary_code
+from kvtier.io.wal_check import wal_path
 
 __all__ = ["Manifest", "ManifestContents", "ManifestRow", "Place", "QuarantineRow", "collector_paused", "wal_path"]
 
@@ -39,16 +38,12 @@ _SCHEMA: Final = (
     ("CREATE TABLE totals (id INTEGER PRIMARY KEY, namespace BLOB, blocks INTEGER, blocks_xor INTEGER, quarantined INTEGER, "
      "quarantined_xor INTEGER, digest INTEGER)"),
 )
-# SQLite quotes damaged names in its messages, and sqlite3 then fails to decode its own error.
-_SQLITE_ERRORS: Final = (sqlite3.Error, UnicodeDecodeError)
 _INSERT_BLOCK: Final = "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _DELETE_BLOCK: Final = "DELETE FROM blocks WHERE group_number = ? AND slot = ?"
 _INSERT_QUARANTINE: Final = "INSERT OR REPLACE INTO quarantine VALUES (?, ?, ?, ?, ?, ?)"
 _DELETE_QUARANTINE: Final = "DELETE FROM quarantine WHERE group_number = ? AND slot = ?"
 _CLEAR: Final = "DELETE FROM blocks"
-_SELECT_BLOCKS: Final = "SELECT group_number, slot, key, length, checksum, priority, expiry, hits, digest FROM blocks"
-_SELECT_QUARANTINE: Final = "SELECT group_number, slot, key, reason, since, digest FROM quarantine"
-_SELECT_TOTALS: Final = "SELECT namespace, blocks, blocks_xor, quarantined, quarantined_xor, digest FROM totals WHERE id = 1"
+
 
 
 class Manifest:
@@ -69,9 +64,8 @@ class Manifest:
 
     def __init__(self, path: Path, namespace_digest: bytes, *, sync: bool = False) -> None:
         self.path = path
-        self._sync = sync
         self._lock = threading.Lock()
-        self._claimed_frames = claimed_frames(wal_path(path))
+        self._reader = ManifestReader(path, sync)  # before SQLite touches the log
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite gives its side files the same mode
         self.write_error: TransferError | None = None
         self.faults: Faults | None = None
@@ -91,13 +85,13 @@ class Manifest:
         """
         with self._lock, collector_paused():
             try:
-                contents, totals = self._read()
+                contents, totals = self._reader.read(self._connection, self._totals.namespace)
             except TransferError:
                 # A connection that is alone from the start keeps its index of the log in memory: no room needed to read.
                 self._connection.close()
                 self._connection = _connect(self.path)
                 self._connection.execute("PRAGMA locking_mode = EXCLUSIVE").fetchall()
-                contents, totals = self._read()
+                contents, totals = self._reader.read(self._connection, self._totals.namespace)
             if not contents.damage:
                 self._adopt(contents, totals)
                 self._empty_log()
@@ -112,8 +106,8 @@ class Manifest:
         """
         with self._lock:
             try:
-                self._configure()
-            except _SQLITE_ERRORS as error:
+                self._reader.configure(self._connection)
+            except SQLITE_ERRORS as error:
                 raise TransferError(f"{self.path}: {outer_cause(error, self.path.parent) or error}") from error
             self._commit([(statement, [()]) for statement in _SCHEMA], self._totals)
 
@@ -121,9 +115,10 @@ class Manifest:
         """The row of a slot, from memory."""
         return self._rows.get((group, slot))
 
-    def is_quarantined(self, group: int, slot: int) -> bool:
-        """Whether a slot is out of service, from memory."""
-        return (group, slot) in self._quarantine
+    @property
+    def out_of_service(self) -> Container[Place]:
+        """The slots in quarantine, from memory."""
+        return self._quarantine
 
     def rows(self) -> list[ManifestRow]:
         """All rows, from memory."""
@@ -196,13 +191,13 @@ class Manifest:
 
     def forget_beyond(self, num_slots: Sequence[int]) -> tuple[int, int]:
         """Delete everything about slots that are no longer there; returns how many blocks and how many quarantined slots."""
-        def beyond(place: Place) -> bool:
-            return place[0] >= len(num_slots) or place[1] >= num_slots[place[0]]
+        def beyond(places: Iterable[Place]) -> list[Place]:
+            return [(group, slot) for group, slot in places if group >= len(num_slots) or slot >= num_slots[group]]
 
         with self._lock:
             self._refresh()
-            rows = [place for place in self._rows if beyond(place)]
-            quarantined = [place for place in self._quarantine if beyond(place)]
+            rows = beyond(self._rows)
+            quarantined = beyond(self._quarantine)
             if rows or quarantined:
                 totals = self._totals_without(rows)
                 for place in quarantined:
@@ -235,7 +230,7 @@ class Manifest:
                 self._closed = True
                 try:
                     self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-                except _SQLITE_ERRORS as error:
+                except SQLITE_ERRORS as error:
                     _log.warning("%s: the log could not be folded in at close (%s); the next start reads it", self.path, error)
                 self._connection.close()
         finally:
@@ -281,12 +276,12 @@ class Manifest:
                 self._connection.executemany(statement, parameters) if parameters != [()] else execute(statement)
             execute("INSERT OR REPLACE INTO totals VALUES (1, ?, ?, ?, ?, ?, ?)", (*totals, totals.digest()))
             execute("COMMIT")
-        except (OSError, *_SQLITE_ERRORS) as error:  # OSError: injected
+        except (OSError, *SQLITE_ERRORS) as error:  # OSError: injected
             self._must_reload = True  # whether the commit reached the file is not known
             try:
                 if self._connection.in_transaction:
                     execute("ROLLBACK")
-            except _SQLITE_ERRORS as second:
+            except SQLITE_ERRORS as second:
                 _log.debug("%s: rollback: %s", self.path, second)
             why = outer_cause(error, self.path.parent) or f"{error}; check the health of the drive"
             raise TransferError(f"{self.path}: nothing was committed: {why}") from error
@@ -300,7 +295,7 @@ class Manifest:
             self._commit([(_CLEAR, [()])], self._totals)
             self._must_clear = False
         if self._must_reload:
-            contents, totals = self._read()
+            contents, totals = self._reader.read(self._connection, self._totals.namespace)
             if contents.damage:
                 raise TransferError(f"{self.path} is damaged ({'; '.join(contents.damage)}); restart to rebuild it from the "
                                     "slot headers")
@@ -312,9 +307,9 @@ class Manifest:
         """What a clear keeps, and counts: as the file has it. The rows that it deletes need not be read."""
         contents = ManifestContents()
         try:
-            xor = self._read_quarantine(contents)
-            totals = self._stored_totals()
-        except _SQLITE_ERRORS as error:
+            xor = read_quarantine(self._connection, contents)
+            totals = stored_totals(self._connection)
+        except SQLITE_ERRORS as error:
             why = outer_cause(error, self.path.parent) or f"{error}; check the health of the drive"
             raise TransferError(f"{self.path}: nothing was committed: {why}") from error
         if totals is None or (totals.quarantined, totals.quarantined_xor) != (len(contents.quarantine), xor):
@@ -323,15 +318,6 @@ class Manifest:
         self._quarantine = dict(contents.quarantine)
         self._totals = self._totals._replace(quarantined=totals.quarantined, quarantined_xor=xor)
 
-    def _stored_totals(self) -> Totals | None:
-        """The row of totals; None when it does not verify."""
-        stored = self._connection.execute(_SELECT_TOTALS).fetchone()
-        try:
-            sound = stored is not None and Totals(*stored[:-1]).digest() == stored[-1]
-        except (struct.error, TypeError):
-            sound = False
-        return Totals(*stored[:-1]) if sound else None
-
     def _adopt(self, contents: ManifestContents, totals: Totals) -> None:
         # Copies: what the caller was given stays as it was loaded.
         self._rows, self._quarantine, self._totals = dict(contents.rows), dict(contents.quarantine), totals
@@ -339,13 +325,9 @@ class Manifest:
     def _empty_log(self) -> None:
         """Frames of a transaction that never ended must not lie behind those of the next: they would look like a lost end."""
         log = wal_path(self.path)
-        with contextlib.suppress(OSError, *_SQLITE_ERRORS):  # without room for it the next start rebuilds at worst
+        with contextlib.suppress(OSError, *SQLITE_ERRORS):  # without room for it the next start rebuilds at worst
             if log.stat().st_size > 0:
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-
-    def _configure(self) -> None:
-        self._connection.execute("PRAGMA journal_mode = WAL").fetchall()
-        self._connection.execute(f"PRAGMA synchronous = {'FULL' if self._sync else 'NORMAL'}")
 
     def _require_writable(self, damage: list[str]) -> None:
         """A flipped bit in the file's header can make SQLite take it for read-only; a full disk is no damage."""
@@ -356,95 +338,6 @@ class Manifest:
                 damage.append(str(error.__cause__))
             else:
                 self.write_error = error
-
-    def _read(self) -> tuple[ManifestContents, Totals]:
-        """Everything in the file that verifies, what does not, and the totals of what does. Raises as :meth:`load`."""
-        contents = ManifestContents()
-
-        def attempt(step: Callable[[ManifestContents], int | None]) -> int:
-            try:
-                return step(contents) or 0
-            except _SQLITE_ERRORS as error:
-                outside = outer_cause(error, self.path.parent)
-                if outside is not None:
-                    raise TransferError(f"{self.path} cannot be read: {outside}; nothing in it was changed") from error
-                contents.damage.append(f"SQLite: {error}")
-                return 0
-
-        # One by one: where the blocks cannot be read, the quarantine may still be.
-        attempt(self._check_structure)
-        blocks_xor = attempt(self._read_blocks)
-        quarantined_xor = attempt(self._read_quarantine)
-        totals = Totals(self._totals.namespace, len(contents.rows), blocks_xor, len(contents.quarantine), quarantined_xor)
-        attempt(lambda found: self._compare_totals(found, totals))
-        attempt(self._compare_log)
-        return contents, totals
-
-    def _check_structure(self, contents: ManifestContents) -> None:
-        self._configure()
-        check = [line for line, in self._connection.execute("PRAGMA quick_check(3)")]
-        if check != [b"ok"]:
-            contents.damage.append("SQLite's quick check: " + b"; ".join(check).decode("utf-8", "replace"))
-
-    def _read_blocks(self, contents: ManifestContents) -> int:
-        """Fill ``contents.rows``; returns the XOR of their digests. Written out flat: it runs for every row at each start."""
-        xor = 0
-        pack, rows = ROW_LAYOUT.pack, contents.rows
-        for raw in self._connection.execute(_SELECT_BLOCKS).fetchall():
-            group, slot, key, length, checksum, priority, expiry, hits, digest = raw
-            try:
-                sound = row_digest(pack(group, slot, length, priority, hits, expiry) + key + checksum, 1) == digest
-            except (struct.error, TypeError):
-                sound = False  # a column has changed its kind
-            if sound:
-                rows[group, slot] = ManifestRow._make(raw[:8])
-                xor ^= digest
-            else:
-                contents.bad_rows.append((group, slot) if isinstance(group, int) and isinstance(slot, int) else None)
-        if contents.bad_rows:
-            contents.damage.append(f"{len(contents.bad_rows)} rows do not match their digest")
-        return xor
-
-    def _read_quarantine(self, contents: ManifestContents) -> int:
-        """As :meth:`_read_blocks`. What does not verify is missing from the totals, which says enough."""
-        xor = 0
-        for group, slot, key, reason, since, digest in self._connection.execute(_SELECT_QUARANTINE):
-            try:
-                row = QuarantineRow(group, slot, key, reason.decode("utf-8", "replace"), since)
-                sound = row.digest() == digest
-            except (struct.error, TypeError, AttributeError):
-                sound = False
-            if sound:
-                contents.quarantine[group, slot] = row
-                xor ^= digest
-        return xor
-
-    def _compare_totals(self, contents: ManifestContents, found: Totals) -> None:
-        totals = self._stored_totals()
-        if totals is None:
-            contents.damage.append("the row of totals does not match its digest")
-            return
-        if totals.namespace != found.namespace:
-            contents.damage.append("its rows belong to another namespace or to the time before a reset")
-            contents.rows.clear()
-            contents.bad_rows.clear()
-        elif totals != found and not contents.damage:
-            contents.damage.append(f"it should hold {totals.blocks} blocks and {totals.quarantined} quarantined slots, it holds "
-                                   f"{found.blocks} and {found.quarantined}")
-
-    def _compare_log(self, contents: ManifestContents) -> None:
-        """Only for the log that was there before this process came; its own commits are checked by SQLite as they happen."""
-        claimed = self._claimed_frames
-        if claimed:
-            try:
-                _, believed, _ = self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-            except sqlite3.Error as error:
-                if outer_cause(error, self.path.parent) is None:
-                    raise
-                return  # no room to fold the log in: what was read from it stands, and the next reading compares
-            self._claimed_frames = 0
-            if believed < claimed:
-                contents.damage.append(f"SQLite believed {max(believed, 0)} of {claimed} pages in the log: its end is lost")
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -464,9 +357,7 @@ def collector_paused() -> Iterator[None]:
     try:
         yield
     finally:
+        if gc.get_freeze_count() == 0:
+            gc.freeze()
+            gc.unfreeze()  # the new ones count as old: the next collection of young objects need not walk them
         gc.enable()
-
-
-def wal_path(path: Path) -> Path:
-    """The write-ahead log that SQLite keeps beside a database."""
-    return path.with_name(path.name + "-wal")

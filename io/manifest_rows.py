@@ -15,6 +15,10 @@ ROW_LAYOUT: Final = struct.Struct("<qqqqqd")
 """Numbers of a block row in the order in which its digest covers them: group, slot, length, priority, hits, expiry."""
 
 
+BLOCK_SEED: Final = 1
+"""Of their digests."""
+
+
 class ManifestRow(NamedTuple):
     """One stored block: place, chain key (32 bytes), bytes without padding, checksum (16 bytes), retention, times served."""
 
@@ -30,7 +34,7 @@ class ManifestRow(NamedTuple):
     def digest(self) -> int:
         """Digest over all columns, signed 64 bits. Raises struct.error or TypeError when a column is of the wrong kind."""
         group, slot, key, length, checksum, priority, expiry, hits = self
-        return row_digest(ROW_LAYOUT.pack(group, slot, length, priority, hits, expiry) + key + checksum, seed=1)
+        return row_digest(ROW_LAYOUT.pack(group, slot, length, priority, hits, expiry) + key + checksum, seed=BLOCK_SEED)
 
 
 class QuarantineRow(NamedTuple):

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -25,8 +26,9 @@ from kvtier.io.incident import Incident
 from kvtier.io.manifest import Place, collector_paused
 from kvtier.io.quarantine import Quarantine
 from kvtier.io.slab import SlabFile
-from kvtier.io.store_arguments import StoreClosed, runs_of_different_slots, slab_of, unreadable_into
-from kvtier.io.store_messages import COUNTERS, BlockTarget, BlockWrite, NvmeStats, StoredBlock, is_direct
+from kvtier.io.store_arguments import runs_of_different_slots, slab_of, unreadable_into
+from kvtier.io.store_gate import StoreClosed, StoreGate
+from kvtier.io.store_messages import BlockTarget, BlockWrite, NvmeStats, StoredBlock, is_direct
 from kvtier.io.store_open import OpenedStore, open_store
 from kvtier.io.store_writes import StoreWrites
 from kvtier.io.threads import start_thread
@@ -36,6 +38,9 @@ from kvtier.pools.nvme_geometry import NvmeGeometry
 __all__ = ["BlockWrite", "NvmeStats", "NvmeStore", "StoredBlock"]
 
 _log = logging.getLogger(__name__)
+_OF_STORED: Final = itemgetter(0, 1, 2, 5, 6, 7)
+"""Of a ``ManifestRow``, what a ``StoredBlock`` has."""
+_STORED: Final = partial(tuple.__new__, StoredBlock)  # _make, without a Python call for each
 _RELEASE_SECONDS: Final = 1.0
 """The least time that closing gives to the last commit, however little is left of the caller's."""
 
@@ -66,11 +71,7 @@ class NvmeStore:
         self._close_lock = threading.Lock()
         self._releasing: threading.Thread | None = None
         self._released = False
-        self._gate = threading.Condition()  # guards everything below
-        self._active = 0
-        self._closed = False
-        self._hits: dict[Place, int] = {}
-        self._counts = dict.fromkeys(COUNTERS, 0)
+        self._gate = StoreGate(str(opened.home.path))
 
     @classmethod
     def open(cls, directory: str | Path, namespace: str, geometries: Sequence[NvmeGeometry], *, faults: Faults | None = None,
@@ -124,7 +125,7 @@ class NvmeStore:
             if out.nbytes != slab.geometry.payload_bytes:  # the next block would begin where this one still is
                 raise TransferError(f"group {group}, {len(outs)} slots from {first_slot} on: a buffer of {out.nbytes} bytes; read ahead "
                                     f"takes {slab.geometry.payload_bytes} for each")
-        with self._busy():
+        with self._gate:
             try:
                 return slab.read_ahead(first_slot, outs)
             except OSError as error:
@@ -145,7 +146,7 @@ class NvmeStore:
                 or short read the caller calls ``quarantine`` too, which does nothing where no block is stored.
         """
         slab = self._readable_into(group, slot, out)
-        with self._busy():
+        with self._gate:
             self._require_stored(group, slot, key)
             try:
                 if arrived is None:
@@ -155,14 +156,12 @@ class NvmeStore:
                 self._require_stored(group, slot, key)  # a block that a reset or a discard overtook is not served
             except CorruptBlock:
                 self._require_stored(group, slot, key)  # and its slot, perhaps in new use already, is not corrupt
-                self._count(checksum_failures=1)
+                self._gate.count(checksum_failures=1)
                 raise
             except (OSError, TransferError) as error:
-                self._count(read_errors=1)
+                self._gate.count(read_errors=1)
                 raise TransferError(f"group {group}, slot {slot}: read failed: {error}") from error
-            with self._gate:
-                self._hits[group, slot] = self._hits.get((group, slot), 0) + 1
-            self._count(read_blocks=1, read_bytes=slab.geometry.block_bytes, gds_read_blocks=is_direct(out))
+            self._gate.served((group, slot), slab.geometry.block_bytes, is_direct(out))
 
     def why_bad(self, group: int, slot: int, key: bytes, out: Buffer) -> str | None:
         """Read one block only to verify it; that is no hit.
@@ -177,7 +176,7 @@ class NvmeStore:
             TransferError: there is no such slot, ``out`` does not fit, or the store is closed.
         """
         slab = self._readable_into(group, slot, out)
-        with self._busy():
+        with self._gate:
             reason = None
             if self._is_stored(group, slot, key):
                 try:
@@ -201,14 +200,14 @@ class NvmeStore:
         errors: list[Exception | None] = [None] * len(items)
         with self._write_lock:
             try:
-                with self._busy():
+                with self._gate:
                     for batch in runs_of_different_slots(items):
-                        self._count(**self._writes.write_batch(items, batch, errors, self._take_hits))
+                        self._gate.count(**self._writes.write_batch(items, batch, errors, self._gate.take_hits))
             except StoreClosed as error:
                 errors = [error] * len(items)
         failed = sum(error is not None for error in errors)
         if failed:
-            self._count(write_errors=failed)
+            self._gate.count(write_errors=failed)
         return errors
 
     def discard(self, group: int, slots: Iterable[int]) -> None:
@@ -218,12 +217,10 @@ class NvmeStore:
             TransferError: the deletion could not be committed. The blocks are still there, which does no harm: a slot's
                 next write deletes its row first.
         """
-        with self._busy():
+        with self._gate:
             places = [(group, slot) for slot in slots]
             self._manifest.delete(places)
-            with self._gate:
-                for place in places:
-                    self._hits.pop(place, None)
+            self._gate.forget_hits(places)
 
     def quarantine(self, group: int, slot: int, reason: str) -> None:
         """Take a slot whose block failed its check out of service, over restarts too; its bytes stay for inspection.
@@ -231,10 +228,9 @@ class NvmeStore:
         Does nothing where no block is stored. Never raises for a disk that cannot be written: the slot is out of service
         from now on, and its row is moved as soon as a commit succeeds.
         """
-        if self._closed or not self._quarantine.add((group, slot), reason):
+        if self._gate.is_closed or not self._quarantine.add((group, slot), reason):
             return
-        with self._gate:
-            self._hits.pop((group, slot), None)
+        self._gate.forget_hits([(group, slot)])
         self._bad_blocks.warn("%s: group %d, slot %d is quarantined: %s", self._home.path, group, slot, reason)
         try:
             self._quarantine.save()
@@ -255,7 +251,7 @@ class NvmeStore:
         Raises:
             TransferError: it could not be committed.
         """
-        with self._busy(), self._write_lock:
+        with self._gate, self._write_lock:
             self._quarantine.save()
             return self._manifest.release()
 
@@ -266,9 +262,8 @@ class NvmeStore:
             TransferError: it could not be written down. No old block is served by this process all the same; repeat the call
                 before the next one starts.
         """
-        with self._busy(), self._write_lock:
-            with self._gate:
-                self._hits.clear()
+        with self._gate, self._write_lock:
+            self._gate.take_hits()
             try:
                 self._home.start_generation()
             except OSError as error:
@@ -281,15 +276,13 @@ class NvmeStore:
 
     def stored_blocks(self) -> list[StoredBlock]:
         """All blocks whose rows verified, without those in quarantine."""
-        with self._gate:
-            hits = dict(self._hits)
+        hits = self._gate.hits()
         away = set(self.quarantined())
         rows = self._manifest.rows()
         if away:
             rows = [row for row in rows if (row.group, row.slot) not in away]
         with collector_paused():
-            blocks = [StoredBlock(group, slot, key, priority, expiry, count)
-                      for group, slot, key, _, _, priority, expiry, count in rows]
+            blocks = list(map(_STORED, map(_OF_STORED, rows)))
         if hits:
             blocks = [block._replace(hits=block.hits + hits.get((block.group, block.slot), 0)) for block in blocks]
         return blocks
@@ -302,7 +295,7 @@ class NvmeStore:
     @property
     def accepts_writes(self) -> bool:
         """False for a while after the drive refused a write (30 s, doubling up to 10 minutes), and once closed."""
-        return not self._closed and self._pause.allows_writes
+        return not self._gate.is_closed and self._pause.allows_writes
 
     def slabs(self) -> list[tuple[Path, NvmeGeometry]]:
         """Files and shapes by group, for whoever moves blocks by another way."""
@@ -320,11 +313,9 @@ class NvmeStore:
 
     def stats(self) -> NvmeStats:
         """Counters and state."""
-        with self._gate:
-            counts = dict(self._counts)
         blocks, quarantined = self._quarantine.counts()
         return NvmeStats(stored_blocks=blocks, quarantined_slots=quarantined, write_pauses=self._pause.pauses, rebuilt=self._opened.rebuilt,
-                         dropped_rows=self._opened.dropped_rows, recovered_rows=self._opened.recovered_rows, **counts,
+                         dropped_rows=self._opened.dropped_rows, recovered_rows=self._opened.recovered_rows, **self._gate.counts(),
                          direct=all(slab.file.direct for slab in self._slabs), gds_detours=sum(slab.detours for slab in self._slabs))
 
     def hurry(self) -> None:
@@ -341,11 +332,9 @@ class NvmeStore:
         """
         deadline = time.monotonic() + max(timeout, 0.0)
         self.hurry()
-        with self._gate:
-            self._closed = True
-            if not self._gate.wait_for(lambda: self._active == 0, max(timeout, 0.0)):
-                _log.warning("%s: %d calls still run after %.1f s; the store stays open", self._home.path, self._active, timeout)
-                return False
+        if not self._gate.close(max(timeout, 0.0)):
+            _log.warning("%s: %d calls still run after %.1f s; the store stays open", self._home.path, self._gate.num_inside, timeout)
+            return False
         with self._close_lock:
             if self._releasing is None or (not self._releasing.is_alive() and not self._released):
                 try:
@@ -362,7 +351,7 @@ class NvmeStore:
         """Save what is not yet saved, close all files, give up the lock."""
         try:
             self._quarantine.save()
-            self._manifest.put([], self._take_hits())
+            self._manifest.put([], self._gate.take_hits())
         except TransferError as error:
             _log.warning("%s: hit counts or quarantine could not be saved at close: %s", self._home.path, error)
         if not self._manifest.close(deadline - time.monotonic()):
@@ -396,34 +385,9 @@ class NvmeStore:
 
     def _require_stored(self, group: int, slot: int, key: bytes) -> None:
         row = self._manifest.row(group, slot)
-        if self.is_quarantined(group, slot):
+        if (group, slot) in self._quarantine:
             raise TransferError(f"group {group}, slot {slot}: the slot is quarantined")
         if row is None:
             raise TransferError(f"group {group}, slot {slot}: no block is stored there")
         if row.key != key:
             raise TransferError(f"group {group}, slot {slot}: holds the block {row.key.hex()[:16]}, asked for was {key.hex()[:16]}")
-
-    def _take_hits(self) -> dict[Place, int]:
-        """Hit counts that go into the next commit. Lost when it fails: they are statistics."""
-        with self._gate:
-            hits, self._hits = self._hits, {}
-            return hits
-
-    def _count(self, **amounts: int) -> None:
-        with self._gate:
-            for name, amount in amounts.items():
-                self._counts[name] += amount
-
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
-        """Around everything that uses files, so that ``close`` can wait for it."""
-        with self._gate:
-            if self._closed:
-                raise StoreClosed(f"the store in {self._home.path} is closed")
-            self._active += 1
-        try:
-            yield
-        finally:
-            with self._gate:
-                self._active -= 1
-                self._gate.notify_all()

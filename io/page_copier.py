@@ -1,11 +1,13 @@
 """Copies between an engine's pages and slots of the host arena, in both directions (design: two ways to attach).
 
 A block in a slot is a rank's pages one behind the other, each with its part of every tensor. A run of neighbouring pages whose places in
-the arena have equal distances is one copy for each tensor: many pages in one call on the CPU, one two-dimensional copy on CUDA.
+the arena have equal distances is one copy for each tensor: many pages in one call on the CPU, one two-dimensional copy on CUDA. Many runs
+on CUDA go the way that was measured to be fastest (``copy_paths``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -13,8 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtier.errors import TransferError
+from kvtier.io.copy_paths import CopyPath, Direction
 from kvtier.io.copy_runs import MAX_RUN_BYTES
-from kvtier.io.cuda_stream import CudaModule, current_handle
+from kvtier.io.copy_tools import CopyTools
+from kvtier.io.cuda_batch import Addresses
+from kvtier.io.cuda_stream import current_handle
+from kvtier.io.row_kernel import RowMover
+from kvtier.kernels.row_moves import RowPlaces
 from kvtier.pools.host_arena import HostArena
 
 Flat = npt.NDArray[np.uint8]
@@ -122,37 +130,95 @@ class HostPageCopier:
         return np.ndarray((run.length, width), np.uint8, self._arena.data, run.offset + at, (run.step, 1))
 
 
-class CudaPageCopier:
-    """Pages in device memory; arguments as of :class:`HostPageCopier`. The arena must be pinned."""
+class _Tensor(NamedTuple):
+    """One of an engine's tensors: where in a page of the arena its part is, how wide that is, its address, and bytes from row to row."""
 
-    def __init__(self, cuda: CudaModule, tensors: Sequence[torch.Tensor], arena: HostArena) -> None:
-        self._runtime = cuda.runtime
+    at: int
+    width: int
+    address: int
+    pitch: int
+
+
+class CudaPageCopier:
+    """Pages in device memory, by the path that was measured to be fastest for units of their size.
+
+    Args:
+        tools: of the device.
+        tensors, arena: as of :class:`HostPageCopier`. The arena must be pinned.
+    """
+
+    def __init__(self, tools: CopyTools, tensors: Sequence[torch.Tensor], arena: HostArena) -> None:
+        self._tools = tools
+        self._runtime = tools.runtime
         self._address = arena.address
-        self._tensors: list[tuple[int, int, int, int]] = []  # where in a page of the arena, width, address, distance of rows
+        self._tensors: list[_Tensor] = []
         self._keep = list(tensors)
         at = 0
         for tensor in tensors:
             width = tensor.shape[1]
-            self._tensors.append((at, width, tensor.data_ptr(), tensor.stride(0)))
+            self._tensors.append(_Tensor(at, width, tensor.data_ptr(), tensor.stride(0)))
             at += width
 
     def store(self, runs: Sequence[PageRun]) -> None:
         """Enqueue the copies."""
-        stream = current_handle()
-        for run in runs:
-            for at, width, address, pitch in self._tensors:
-                self._copy(self._address + run.offset + at, run.step, address + run.page * pitch, pitch, width, run.length, stream)
+        self._copy(runs, Direction.DOWN)
 
     def load(self, runs: Sequence[PageRun]) -> None:
         """Enqueue the copies."""
-        stream = current_handle()
-        for run in runs:
-            for at, width, address, pitch in self._tensors:
-                self._copy(address + run.page * pitch, pitch, self._address + run.offset + at, run.step, width, run.length, stream)
+        self._copy(runs, Direction.UP)
 
-    def _copy(self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, height: int, stream: int) -> None:
-        runtime = self._runtime
-        if height == 1 or to_pitch == source_pitch == width:
-            runtime.memcpyAsync(to, source, width * height, runtime.memcpyDefault, stream)
+    def _copy(self, runs: Sequence[PageRun], direction: Direction) -> None:
+        stream = current_handle()
+        pages = sum(run.length for run in runs)
+        calls = len(runs) * len(self._tensors)
+        unit = sum(tensor.width for tensor in self._tensors) // len(self._tensors)
+        path = self._tools.path(direction, unit) if pages and calls > 1 else CopyPath.RUNS
+        try:
+            if path is CopyPath.BATCH and self._tools.batch is not None:
+                to, source = self._units(runs, direction)
+                sizes = np.repeat(np.array([tensor.width for tensor in self._tensors], np.uint64), pages)
+                self._tools.batch.copy(to, source, sizes, stream)
+                return
+            if path is CopyPath.KERNEL and self._tools.kernel is not None:
+                self._launch(self._tools.kernel, runs, direction, stream)
+                return
+        except (TransferError, RuntimeError) as error:  # the device itself may be in error: then the next call says so
+            self._tools.give_up(path, error)
+        for run in runs:
+            for tensor in self._tensors:
+                self._copy_run(run, tensor, direction, stream)
+
+    def _copy_run(self, run: PageRun, tensor: _Tensor, direction: Direction, stream: int) -> None:
+        """One run of one tensor: a line for each page."""
+        runtime, width = self._runtime, tensor.width
+        ends = [(self._address + run.offset + tensor.at, run.step), (tensor.address + run.page * tensor.pitch, tensor.pitch)]
+        (to, to_pitch), (source, source_pitch) = ends if direction is Direction.DOWN else reversed(ends)
+        if run.length == 1 or to_pitch == source_pitch == width:
+            runtime.memcpyAsync(to, source, width * run.length, runtime.memcpyDefault, stream)
         else:
-            runtime.memcpy2DAsync(to, to_pitch, source, source_pitch, width, height, runtime.memcpyDefault, stream)
+            runtime.memcpy2DAsync(to, to_pitch, source, source_pitch, width, run.length, runtime.memcpyDefault, stream)
+
+    def _units(self, runs: Sequence[PageRun], direction: Direction) -> tuple[Addresses, Addresses]:
+        """Destinations and sources of each page of each tensor, tensor by tensor."""
+        places = np.array(_places(runs), np.uint64)
+        pages, offsets = places[:, 0], places[:, 1]
+        on_device = np.concatenate([pages * np.uint64(tensor.pitch) + np.uint64(tensor.address) for tensor in self._tensors])
+        in_arena = np.concatenate([offsets + np.uint64(self._address + tensor.at) for tensor in self._tensors])
+        return (in_arena, on_device) if direction is Direction.DOWN else (on_device, in_arena)
+
+    def _launch(self, kernel: RowMover, runs: Sequence[PageRun], direction: Direction, stream: int) -> None:
+        """One launch for each tensor. Places in the arena have no common distance: they are counted in the largest unit that they are
+        multiples of, so that the kernel can use words."""
+        places = _places(runs)
+        grain = math.gcd(*[offset for _page, offset in places], 64)
+        is_store = direction is Direction.DOWN
+        pairs = [(page, offset // grain) if is_store else (offset // grain, page) for page, offset in places]
+        for tensor in self._tensors:
+            arena = RowPlaces(self._address + tensor.at, grain, 0)
+            device = RowPlaces(tensor.address, tensor.pitch, 0)
+            kernel.copy(arena if is_store else device, device if is_store else arena, pairs, 1, tensor.width, stream)
+
+
+def _places(runs: Sequence[PageRun]) -> list[tuple[int, int]]:
+    """Page and offset of each page."""
+    return [(run.page + number, run.offset + number * run.step) for run in runs for number in range(run.length)]

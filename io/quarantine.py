@@ -33,7 +33,7 @@ class Quarantine:
             return True
 
     def __contains__(self, place: Place) -> bool:
-        return place in self._unsaved or self._manifest.is_quarantined(*place)
+        return place in self._unsaved or place in self._manifest.out_of_service
 
     def places(self) -> set[Place]:
         """All of them."""

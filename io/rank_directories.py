@@ -26,28 +26,40 @@ def prepare_rank_directory(root: Path, rank: int, num_ranks: int) -> Path:
     """The same, after a look at who else is below ``root``. With several ranks, ``root`` is made when it is missing.
 
     Raises:
-        ConfigError: ``root`` is the store of one rank, or of another number of ranks, or holds something else; or it cannot be made.
-            Nothing in it has been changed.
+        ConfigError: as :func:`require_root`; or it cannot be made.
+    """
+    require_root(root, num_ranks)
+    if num_ranks > 1:
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise unusable(root, error) from error
+    return rank_directory(root, rank, num_ranks)
+
+
+def require_root(root: Path, num_ranks: int) -> None:
+    """Look whether so many ranks may have their stores here. Changes nothing.
+
+    Raises:
+        ConfigError: ``root`` is the store of one rank, or of another number of ranks, or (with several) holds something else.
     """
     remedy = "Give another directory, or delete what is there if its blocks are no longer wanted"
     try:
-        entries = {entry.name: _NAME.fullmatch(entry.name) for entry in root.iterdir()} if root.exists() else {}
+        entries = {entry.name: _NAME.fullmatch(entry.name) for entry in root.iterdir()} if root.is_dir() else {}
         others = sorted({int(match[2]) for match in entries.values() if match is not None} - {num_ranks})
         if others:
             raise ConfigError(f"nvme_directory={str(root)!r} holds stores of {' and '.join(map(str, others))} ranks, configured is "
                               f"num_ranks={num_ranks}. {remedy}")
         if num_ranks == 1:
-            return root
+            return
         if IDENTITY_NAME in entries:
             raise ConfigError(f"nvme_directory={str(root)!r} is the store of one rank, configured is num_ranks={num_ranks}. {remedy}")
         foreign = sorted(name for name, match in entries.items() if match is None and name not in NOT_CONTENT)
         if foreign:
             raise ConfigError(f"nvme_directory={str(root)!r} holds {len(foreign)} other entries ({', '.join(foreign[:3])}, ...): it is not "
                               "a root of kvtier stores. Give an empty directory or one that does not exist yet")
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise unusable(root, error) from error
-    return rank_directory(root, rank, num_ranks)
 
 
 def occupied_by_ranks(root: Path) -> int:

@@ -33,6 +33,9 @@ FORMAT_VERSION: Final = 1
 
 # magic, version, group, slot, length, namespace digest, key, algorithm, block checksum, priority, expiry, time of writing
 _FIELDS: Final = struct.Struct("<8sIIQQ32s32s16s16sidd")
+_KNOWN: Final = struct.Struct("<8sIIQQ32s32s16s")
+"""The front of them, up to the checksum's algorithm: what a reader knows beforehand."""
+_ALGORITHM: Final = ALGORITHM.encode("ascii")
 _SEALED_BYTES: Final = HEADER_BYTES - CHECKSUM_BYTES  # the header's own checksum is the end of the page and covers the rest
 
 
@@ -67,7 +70,7 @@ class SlotHeader:
         """Write the header and its own checksum into ``page``, uint8 [4096]. The unused middle stays as it is: zeros."""
         _FIELDS.pack_into(page.data, 0, self.magic, self.version, self.group, self.slot, self.length, self.namespace_digest,
                           self.key, self.algorithm.encode("ascii"), self.checksum, self.priority, self.expiry, self.written)
-        page[_SEALED_BYTES:] = np.frombuffer(page_checksum(page[:_SEALED_BYTES]), np.uint8)
+        page[_SEALED_BYTES:] = np.frombuffer(page_checksum(page.data[:_SEALED_BYTES]), np.uint8)
 
     @classmethod
     def unpack(cls, page: Buffer) -> SlotHeader:
@@ -80,7 +83,8 @@ class SlotHeader:
 
 def is_sealed(page: Buffer) -> bool:
     """True when a header page matches its own checksum."""
-    return page_checksum(page[:_SEALED_BYTES]) == page[_SEALED_BYTES:HEADER_BYTES].tobytes()
+    view = page.data
+    return page_checksum(view[:_SEALED_BYTES]) == view[_SEALED_BYTES:HEADER_BYTES]
 
 
 class _HeaderPages(threading.local):
@@ -213,19 +217,23 @@ class SlabFile:
 
     def _verify(self, page: Buffer, slot: int, namespace_digest: bytes, key: bytes, out: Buffer) -> None:
         """Raise CorruptBlock unless header and block are what they must be."""
-        block = out[:self.geometry.block_bytes]
+        block = out[:self.geometry.block_bytes] if out.nbytes > self.geometry.block_bytes else out
         self._verify_with(page, slot, namespace_digest, key, lambda: block_checksum(block, key, self.group, slot))
 
     def _verify_with(self, page: Buffer, slot: int, namespace_digest: bytes, key: bytes, checksum_of_block: Callable[[], bytes]) -> None:
         """The same, whoever computes the block's checksum."""
-        differing = list(self._header_differences(page, slot, namespace_digest, key))
-        if not differing:
+        view = page.data
+        known = _KNOWN.pack(MAGIC, FORMAT_VERSION, self.group, slot, self.geometry.block_bytes, namespace_digest, key, _ALGORITHM)
+        # All at once: every block that is read comes by here. Which field differs is asked only when one does.
+        if view[:_KNOWN.size] == known and is_sealed(page):
             checksum = checksum_of_block()
-            stored = SlotHeader.unpack(page).checksum
-            if checksum != stored:
-                differing.append(f"checksum of the block is {checksum.hex()} instead of {stored.hex()}")
-        if differing:
-            raise CorruptBlock(f"group {self.group}, slot {slot} of {self.file.path}: {'; '.join(differing)}. The block is not served")
+            stored = bytes(view[_KNOWN.size:_KNOWN.size + CHECKSUM_BYTES])
+            if checksum == stored:
+                return
+            reason = f"checksum of the block is {checksum.hex()} instead of {stored.hex()}"
+        else:
+            reason = "; ".join(self._header_differences(page, slot, namespace_digest, key))
+        raise CorruptBlock(f"group {self.group}, slot {slot} of {self.file.path}: {reason}. The block is not served")
 
     # -- direct rows: blocks that travel through KvikIO, with the header page through the host ---------------------------------
 

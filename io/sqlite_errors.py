@@ -15,6 +15,9 @@ from typing import Final
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 """errno values of a disk or a quota that is used up."""
 
+SQLITE_ERRORS: Final = (sqlite3.Error, UnicodeDecodeError)
+"""What sqlite3 raises: SQLite quotes damaged names in its messages, and sqlite3 then fails to decode its own error."""
+
 _PROBE_NAME: Final = "room-probe.tmp"
 _PROBE_BYTES: Final = 64 << 10  # the first shared-memory file is 32 KiB
 

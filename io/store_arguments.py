@@ -14,10 +14,6 @@ from kvtier.io.store_messages import BlockTarget, BlockWrite
 from kvtier.pools.nvme_geometry import NvmeGeometry
 
 
-class StoreClosed(TransferError):
-    """The store has been closed."""
-
-
 def slab_of(slabs: Sequence[SlabFile], group: int, slot: int) -> SlabFile:
     """The slab that has this slot.
 

@@ -28,6 +28,11 @@ _COVERED_OF_HEADER: Final = 24
 _COVERED_OF_FRAME: Final = 8  # and the page
 
 
+def wal_path(path: Path) -> Path:
+    """The write-ahead log that SQLite keeps beside a database."""
+    return path.with_name(path.name + "-wal")
+
+
 def claimed_frames(path: Path) -> int:
     """How many frames SQLite must believe for nothing to be lost; 0 when there is no log. Call before SQLite opens the file.
 

@@ -13,7 +13,7 @@ from kvtier.kernels.checks import FLOAT_TYPES, LayerPages, check_dtype, check_sa
 from kvtier.kernels.dispatch import kernel_paths
 from kvtier.kernels.places import TokenPlaces
 from kvtier.kernels.storage import Storage, StoredPages
-from kvtier.kernels.stored_rows import write_rows
+from kvtier.kernels.stored_rows import write_row_reference, write_rows
 
 _KERNEL = "write_kv"
 
@@ -77,29 +77,24 @@ def write_kv(pages: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None,
         kernel_paths(pages.device.type).append(stored, key.detach(), values, places, layer_pages.offset)
 
 
-def append_torch(stored: StoredPages, key: torch.Tensor, value: torch.Tensor | None, places: TokenPlaces, layer_offset: int) -> None:
-    """The path in torch operations: one indexed assignment for the keys and one for the values."""
-    pages, inside, placed = places.resolve(stored.keys.shape[0], stored.keys.shape[2], layer_offset)
-    if not bool(placed.all()):
-        pages, inside, key = pages[placed], inside[placed], key[placed]
-        value = None if value is None else value[placed]
-    if not len(pages):
-        return
-    write_rows(stored.keys, stored.key_block_scales, stored.storage, stored.key_scale, pages[:, 0], inside, key)
+def append_host(stored: StoredPages, key: torch.Tensor, value: torch.Tensor | None, places: TokenPlaces, layer_offset: int) -> None:
+    """The path for pages on the host: places in numpy, whose calls cost less for few numbers, then whole rows."""
+    key_pages, value_pages, inside, tokens = places.resolve(stored.keys.shape[0], stored.keys.shape[2], layer_offset)
+    if tokens is not None:
+        kept = torch.from_numpy(tokens)
+        key, value = key[kept], None if value is None else value[kept]
+    write_rows(stored.keys, stored.key_block_scales, stored.storage, stored.key_scale, key_pages, inside, key)
     if value is not None:
-        write_rows(stored.values, stored.value_block_scales, stored.storage, stored.value_scale, pages[:, 1], inside, value)
+        write_rows(stored.values, stored.value_block_scales, stored.storage, stored.value_scale, value_pages, inside, value)
 
 
 def append_reference(stored: StoredPages, key: torch.Tensor, value: torch.Tensor | None, places: TokenPlaces, layer_offset: int) -> None:
     """The same, token by token, to be read and compared with. Refuses a bad place before it writes anything."""
-    found = places.list_reference(stored.keys.shape[0], stored.keys.shape[2], layer_offset)
-    for token, place in enumerate(found):
+    for token, place in enumerate(places.list_reference(stored.keys.shape[0], stored.keys.shape[2], layer_offset)):
         if place is None:
             continue
-        key_page, value_page, inside, _ = place
-        entry = torch.tensor([inside], device=key.device)
-        write_rows(stored.keys, stored.key_block_scales, stored.storage, stored.key_scale, entry.new_tensor([key_page]), entry,
-                   key[token:token + 1])
+        key_page, value_page, inside = place
+        write_row_reference(stored.keys, stored.key_block_scales, stored.storage, stored.key_scale, key_page, inside, key[token])
         if value is not None:
-            write_rows(stored.values, stored.value_block_scales, stored.storage, stored.value_scale, entry.new_tensor([value_page]),
-                       entry, value[token:token + 1])
+            write_row_reference(stored.values, stored.value_block_scales, stored.storage, stored.value_scale, value_page, inside,
+                                value[token])

@@ -89,6 +89,8 @@ def attention_prefill_batch(query: torch.Tensor, pages: torch.Tensor, table: tor
     if plan.is_causal != context.visibility.is_causal:
         raise RequestError(f"{kernel}: a plan with is_causal={plan.is_causal} and visibility.is_causal={context.visibility.is_causal}: "
                            "pass the same to both")
+    if plan.device.type != query.device.type:
+        raise RequestError(f"{kernel}: the plan is on {plan.device}, the query on {query.device}")
     for chunk in plan.chunks:
         if context.visibility.num_places(chunk.length, context.tokens_per_block) > context.capacity:
             raise RequestError(f"{kernel}: past={chunk.past} and {chunk.end - chunk.begin} queries of sequence {chunk.sequence}: the "

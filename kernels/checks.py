@@ -8,8 +8,10 @@ cost nothing and always run; checks of values read tensors, which on a GPU would
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvtier.errors import RequestError
@@ -118,6 +120,13 @@ class LayerPages:
             shape = [1] * entries.dim()
             shape[field_axis] = -1
             bad |= entries % (self.num_layers * self.kv_factor) != fields.view(shape)
+        return bad
+
+    def is_bad_field(self, entries: npt.NDArray[Any], field: int) -> npt.NDArray[np.bool_]:
+        """The same for entries of one field, on the host."""
+        bad: npt.NDArray[np.bool_] = (entries < 0) | (entries >= self.num_pages - self.offset)
+        if self.num_layers is not None:
+            bad |= entries % (self.num_layers * self.kv_factor) != field % self.kv_factor
         return bad
 
     def entry_error(self, name: str, sequence: int, field: int, block: int, entry: int) -> RequestError:

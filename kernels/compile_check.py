@@ -23,10 +23,14 @@ ARCHITECTURES: Final = (80, 90, 100)
 
 _TRITON_MODULES: Final = (
     "kvtier.kernels.triton_append",
+    "kvtier.kernels.triton_block_offsets",
     "kvtier.kernels.triton_checksum",
     "kvtier.kernels.triton_decode",
+    "kvtier.kernels.triton_fused_write",
     "kvtier.kernels.triton_nvfp4",
+    "kvtier.kernels.triton_partial_copy",
     "kvtier.kernels.triton_prefill",
+    "kvtier.kernels.triton_row_moves",
     "kvtier.kernels.triton_scatter",
     "kvtier.kernels.triton_value_tail",
 )

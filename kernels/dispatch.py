@@ -9,6 +9,7 @@ To debug an engine, :func:`use_reference` makes every kernel run its reference, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
@@ -21,7 +22,10 @@ from kvtier.kernels import checks
 if TYPE_CHECKING:
     from kvtier.kernels.attention_context import PagedContext
     from kvtier.kernels.attention_plan import DecodePlan, PrefillPlan
+    from kvtier.kernels.block_offsets import ScratchWindow
     from kvtier.kernels.places import TokenPlaces
+    from kvtier.kernels.rotary import Rotary
+    from kvtier.kernels.row_moves import RowPlaces
     from kvtier.kernels.storage import StoredPages
 
 
@@ -29,6 +33,14 @@ class AppendPath(Protocol):
     """Writes the tokens that have a place and leaves out the others, whole: :func:`kvtier.kernels.append.write_kv`."""
 
     def __call__(self, stored: StoredPages, key: torch.Tensor, value: torch.Tensor | None, places: TokenPlaces,
+                 layer_offset: int) -> None: ...
+
+
+class FusedWritePath(Protocol):
+    """Queries to ``out``; with ``stored``, keys and values to their places: :func:`kvtier.kernels.fused_write.fused_write`."""
+
+    def __call__(self, qkv: torch.Tensor, bias: torch.Tensor | None, rotary: Rotary | None, rotary_positions: torch.Tensor,
+                 out: torch.Tensor, query_scale: float, stored: StoredPages | None, places: TokenPlaces, kv_heads: int,
                  layer_offset: int) -> None: ...
 
 
@@ -58,6 +70,19 @@ class DequantiseNvfp4Path(Protocol):
     def __call__(self, codes: torch.Tensor, scales: torch.Tensor, global_scale: float, dtype: torch.dtype) -> torch.Tensor: ...
 
 
+class PartialCopyPath(Protocol):
+    """The first ``tokens`` tokens of pairs of blocks: :func:`kvtier.kernels.partial_copy.copy_partial_blocks`."""
+
+    def __call__(self, destination: torch.Tensor, source: torch.Tensor, pairs: Sequence[tuple[int, int]], tokens: int) -> None: ...
+
+
+class FillOffsetsPath(Protocol):
+    """Slots to table entries, over the whole of ``tables``: :func:`kvtier.kernels.block_offsets.fill_block_offsets`."""
+
+    def __call__(self, tables: torch.Tensor, indptr: torch.Tensor, slots: torch.Tensor, pages_per_block: tuple[int, ...],
+                 value_fields: tuple[int, ...], num_blocks: int, scratch: ScratchWindow | None) -> None: ...
+
+
 class PrefillPath(Protocol):
     """Chunks of queries: :func:`kvtier.kernels.attention.attention_prefill_batch`."""
 
@@ -70,17 +95,27 @@ class DecodePath(Protocol):
     def __call__(self, query: torch.Tensor, context: PagedContext, lengths: torch.Tensor, plan: DecodePlan | None) -> torch.Tensor: ...
 
 
+class RowsPath(Protocol):
+    """Rows of bytes from and to anywhere: :func:`kvtier.kernels.row_moves.move_rows`."""
+
+    def __call__(self, destination: RowPlaces, source: RowPlaces, pairs: torch.Tensor, num_layers: int, num_bytes: int) -> None: ...
+
+
 @dataclass(frozen=True)
 class KernelPaths:
     """The paths of one kind of device."""
 
     append: AppendPath
+    fused_write: FusedWritePath
     zero_tail: ZeroTailPath
     scatter: ScatterPath
     quantise_nvfp4: QuantiseNvfp4Path
     dequantise_nvfp4: DequantiseNvfp4Path
+    partial_copy: PartialCopyPath
+    fill_offsets: FillOffsetsPath
     prefill: PrefillPath
     decode: DecodePath
+    rows: RowsPath
 
 
 def use_reference(enabled: bool) -> None:
@@ -103,29 +138,39 @@ def kernel_paths(device_type: str) -> KernelPaths:
 @cache
 def _paths_of(device_type: str) -> KernelPaths:
     if device_type == "cpu":
-        from kvtier.kernels.append import append_torch
+        from kvtier.kernels.append import append_host
+        from kvtier.kernels.block_offsets import fill_offsets_host
         from kvtier.kernels.decode_cpu import decode_torch
+        from kvtier.kernels.fused_write import fused_write_torch
         from kvtier.kernels.indexer_scatter import scatter_torch
         from kvtier.kernels.nvfp4 import dequantise_nvfp4_torch, quantise_nvfp4_torch
+        from kvtier.kernels.partial_copy import partial_copy_torch
         from kvtier.kernels.prefill_cpu import prefill_torch
+        from kvtier.kernels.row_moves import move_rows_host
         from kvtier.kernels.value_tail import zero_tail_torch
 
         return KernelPaths(
-            append=append_torch, zero_tail=zero_tail_torch, scatter=scatter_torch,
+            append=append_host, fused_write=fused_write_torch, zero_tail=zero_tail_torch, scatter=scatter_torch,
             quantise_nvfp4=quantise_nvfp4_torch, dequantise_nvfp4=dequantise_nvfp4_torch,
-            prefill=prefill_torch, decode=decode_torch)
+            partial_copy=partial_copy_torch, fill_offsets=fill_offsets_host,
+            prefill=prefill_torch, decode=decode_torch, rows=move_rows_host)
     if device_type == "cuda":
         from kvtier.kernels.triton_append import append_triton
+        from kvtier.kernels.triton_block_offsets import fill_offsets_triton
         from kvtier.kernels.triton_decode import decode_triton
+        from kvtier.kernels.triton_fused_write import fused_write_triton
         from kvtier.kernels.triton_nvfp4 import dequantise_nvfp4_triton, quantise_nvfp4_triton
+        from kvtier.kernels.triton_partial_copy import partial_copy_triton
         from kvtier.kernels.triton_prefill import prefill_triton
+        from kvtier.kernels.triton_row_moves import move_rows_triton
         from kvtier.kernels.triton_scatter import scatter_triton
         from kvtier.kernels.triton_value_tail import zero_tail_triton
 
         return KernelPaths(
-            append=append_triton, zero_tail=zero_tail_triton, scatter=scatter_triton,
+            append=append_triton, fused_write=fused_write_triton, zero_tail=zero_tail_triton, scatter=scatter_triton,
             quantise_nvfp4=quantise_nvfp4_triton, dequantise_nvfp4=dequantise_nvfp4_triton,
-            prefill=prefill_triton, decode=decode_triton)
+            partial_copy=partial_copy_triton, fill_offsets=fill_offsets_triton,
+            prefill=prefill_triton, decode=decode_triton, rows=move_rows_triton)
     raise ConfigError(f"device type {device_type!r}: there are kernels for 'cpu' and 'cuda'; put the pool on one of these")
 
 
@@ -133,11 +178,16 @@ def _paths_of(device_type: str) -> KernelPaths:
 def _references() -> KernelPaths:
     from kvtier.kernels.append import append_reference
     from kvtier.kernels.attention_reference import decode_reference, prefill_reference
+    from kvtier.kernels.block_offsets import fill_offsets_reference
+    from kvtier.kernels.fused_write import fused_write_reference
     from kvtier.kernels.indexer_scatter import scatter_reference
     from kvtier.kernels.nvfp4 import dequantise_nvfp4_reference, quantise_nvfp4_reference
+    from kvtier.kernels.partial_copy import partial_copy_reference
+    from kvtier.kernels.row_moves import move_rows_host
     from kvtier.kernels.value_tail import zero_tail_reference
 
     return KernelPaths(
-        append=append_reference, zero_tail=zero_tail_reference, scatter=scatter_reference,
+        append=append_reference, fused_write=fused_write_reference, zero_tail=zero_tail_reference, scatter=scatter_reference,
         quantise_nvfp4=quantise_nvfp4_reference, dequantise_nvfp4=dequantise_nvfp4_reference,
-        prefill=prefill_reference, decode=decode_reference)
+        partial_copy=partial_copy_reference, fill_offsets=fill_offsets_reference,
+        prefill=prefill_reference, decode=decode_reference, rows=move_rows_host)

@@ -1,7 +1,8 @@
 """The block table that kernels read: one int32 buffer whose address never changes (spec: offset table copy).
 
 A CUDA graph reads this buffer at a fixed address, so it is made once, for the largest batch and the longest sequence,
-and filled before every step. The rows of sequences that have ended become null.
+and filled before every step. The rows of sequences that have ended become null. On a GPU the host writes no more than the slots,
+into one of a few pinned buffers, and goes on; the copy and the kernel that makes entries of them follow on the stream.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import numpy.typing as npt
 import torch
 
 from kvtier.errors import ConfigError, RequestError
+from kvtier.kernels.block_offsets import MAX_PAGES
 from kvtier.kernels.checks import NULL_ENTRY
+from kvtier.kernels.dispatch import kernel_paths
+from kvtier.kernels.staging_ring import StagingRing
 from kvtier.pools.layout import LayerGroup
 from kvtier.pools.pool_index import LEVEL_NAMES, PRIMARY, PoolIndex, level_of
 
-_MAX_PAGES: Final = 2**31 - 1
+STAGING_BUFFERS: Final = 3
+"""Tables that may be on their way to a GPU at one time."""
 
 Row = Sequence[int | None]
 """What a row is made of: a list, an ``array`` or a numpy array of whole numbers. None and negative numbers: no page here."""
@@ -54,19 +59,20 @@ class OffsetTable:
         if kv_factor not in (1, 2):
             raise ConfigError(f"OffsetTable: kv_factor={kv_factor}: pass 2 for keys and values, 1 where one row is both")
         pages = num_blocks * num_layers * kv_factor
-        if pages > _MAX_PAGES:
+        if pages > MAX_PAGES:
             raise ConfigError(f"OffsetTable: {num_blocks} blocks of {num_layers} layers are {pages} pages: an entry counts "
-                              f"to {_MAX_PAGES}; use fewer blocks, with more tokens each")
+                              f"to {MAX_PAGES}; use fewer blocks, with more tokens each")
         self._pages_per_block = num_layers * kv_factor
         self._value_field = kv_factor - 1
         self._num_blocks = num_blocks
         self._tensor = torch.full((max_rows, 2, max_blocks), NULL_ENTRY, dtype=torch.int32, device=device)
-        # On a CPU the table is written in place. A GPU's is written on the host and copied; the copy has been done when
-        # it returns, so the staging buffer may be written again at once.
-        on_host = self._tensor.device.type == "cpu"
-        self._staging = self._tensor if on_host else self._tensor.to("cpu").pin_memory()
-        self._host = self._staging.numpy()
-        self._columns = np.arange(max_blocks)
+        self._ring: StagingRing[torch.Tensor] | None = None   # on a CPU the table is written in place
+        if self._tensor.device.type == "cuda":
+            # Pointers of all rows, then their slots: int32 [max_rows + 1 + max_rows * max_blocks], here and on the device.
+            size = max_rows + 1 + max_rows * max_blocks
+            self._staged = torch.empty(size, dtype=torch.int32, device=device)
+            buffers = [torch.empty(size, dtype=torch.int32, pin_memory=True) for _ in range(STAGING_BUFFERS)]
+            self._ring = StagingRing(buffers, torch.cuda.Event)
         self._filled_rows = 0
         self._filled_blocks = 0
 
@@ -85,8 +91,8 @@ class OffsetTable:
     def fill(self, rows: Sequence[Row]) -> torch.Tensor:
         """Make the table of a batch: ``rows[i]`` are the primary slots of sequence (or beam) i, in the order of its tokens.
 
-        None or a negative number: there is no page at this place. On a GPU the copy runs on torch's current stream and the
-        host waits for it. That must be the stream whose kernels read the table: on another one the copy would not wait for
+        None or a negative number: there is no page at this place. On a GPU the copy runs on torch's current stream, and the host
+        does not wait for it. That must be the stream whose kernels read the table: on another one the copy would not wait for
         those of the batch before.
 
         Returns:
@@ -95,6 +101,7 @@ class OffsetTable:
         Raises:
             RequestError: too many rows, a row that is too long, a slot outside the pool. The table has not changed
                 then.
+            TransferError: the GPU has not read the last tables for a minute. The table has not changed then.
         """
         lengths = self._lengths(rows)
         return self._write(_join(rows, int(lengths.sum())), lengths)
@@ -114,7 +121,7 @@ class OffsetTable:
 
     def _lengths(self, rows: Sequence[Row]) -> npt.NDArray[np.int64]:
         """Blocks of each row, checked against the table's size."""
-        max_rows, _, max_blocks = self._host.shape
+        max_rows, _, max_blocks = self._tensor.shape
         if len(rows) > max_rows:
             raise RequestError(f"OffsetTable: {len(rows)} rows: the table was made for {max_rows}; "
                                "make smaller batches or raise max_batch_size")
@@ -133,20 +140,26 @@ class OffsetTable:
             place = int((slots >= self._num_blocks).argmax())
             raise RequestError(f"OffsetTable: row {_place(place, lengths)[0]} names slot {int(slots[place])}: the primary pool has "
                                f"slots 0 to {self._num_blocks - 1}; only blocks at the primary level can be in a table")
-        keys = slots.astype(np.int32)
-        keys *= self._pages_per_block
-        values = keys + self._value_field
-        if len(slots) and int(slots.min()) < 0:
-            keys[slots < 0] = values[slots < 0] = NULL_ENTRY
         changed, width = max(num_rows, self._filled_rows), max(longest, self._filled_blocks)
-        self._host[:changed, :, :width] = NULL_ENTRY
-        is_filled = self._columns[:longest] < lengths[:, None]
-        self._host[:num_rows, 0, :longest][is_filled] = keys
-        self._host[:num_rows, 1, :longest][is_filled] = values
+        table = self._tensor[None, :changed, :, :width]
+        indptr = np.zeros(num_rows + 1, np.int64)
+        np.cumsum(lengths, out=indptr[1:])
+        if self._ring is None:
+            self._submit(table, torch.from_numpy(indptr), torch.from_numpy(slots))
+        else:
+            with self._ring.buffer() as buffer:
+                size = len(indptr) + len(slots)
+                host = buffer.numpy()
+                host[:len(indptr)], host[len(indptr):size] = indptr, slots
+                self._staged[:size].copy_(buffer[:size], non_blocking=True)
+                self._submit(table, self._staged[:len(indptr)], self._staged[len(indptr):size])
         self._filled_rows, self._filled_blocks = num_rows, longest
-        if self._staging is not self._tensor:
-            self._tensor[:changed].copy_(self._staging[:changed])
         return self._tensor[:num_rows]
+
+    def _submit(self, table: torch.Tensor, indptr: torch.Tensor, slots: torch.Tensor) -> None:
+        """Run the kernel that fills the part of the table that may change."""
+        kernel_paths(self._tensor.device.type).fill_offsets(table, indptr, slots, (self._pages_per_block,), (self._value_field,),
+                                                            self._num_blocks, None)
 
 
 def _join(rows: Sequence[Row], total: int) -> npt.NDArray[np.int64]:

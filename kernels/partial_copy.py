@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from kvtier.errors import RequestError
+from kvtier.kernels.dispatch import kernel_paths
 
 _KERNEL = "copy_partial_blocks"
 
@@ -25,8 +26,9 @@ def copy_partial_blocks(destination: torch.Tensor, source: torch.Tensor, pairs: 
         source: the same shape but for the number of blocks, the same dtype. It may be ``destination`` itself, or lie on
             another device.
         pairs: (source slot, destination slot). In one call no slot may be written twice, or be both read and written:
-            a GPU would do the pairs at the same time.
-        num_tokens: tokens to copy. 0 or less, and ``tokens_per_block`` or more, mean the whole block.
+            a GPU does the pairs at the same time.
+        num_tokens: tokens to copy. 0 or less, and ``tokens_per_block`` or more, mean the whole block: always so for 4-bit data and
+            for block scales, which are not cut at a token (``BlockSection.is_by_token``).
 
     Raises:
         RequestError: shapes or dtypes that do not match, a slot outside its tensor, pairs that depend on each other.
@@ -54,7 +56,23 @@ def copy_partial_blocks(destination: torch.Tensor, source: torch.Tensor, pairs: 
 
     tokens_per_block = destination.shape[4]
     tokens = num_tokens if 0 < num_tokens < tokens_per_block else tokens_per_block
+    if pairs:
+        kernel_paths(destination.device.type).partial_copy(destination, source, pairs, tokens)
+
+
+def partial_copy_torch(destination: torch.Tensor, source: torch.Tensor, pairs: Sequence[tuple[int, int]], tokens: int) -> None:
+    """The path in torch operations, between any two devices."""
     to, start = destination[:, :, :, :, :tokens], source[:, :, :, :, :tokens]
     # One strided copy for each pair, with nothing in between: on two cores faster than to gather and scatter the batch.
     for source_slot, destination_slot in pairs:
         to[destination_slot].copy_(start[source_slot])
+
+
+def partial_copy_reference(destination: torch.Tensor, source: torch.Tensor, pairs: Sequence[tuple[int, int]], tokens: int) -> None:
+    """The same, token by token, to be read and compared with."""
+    for source_slot, destination_slot in pairs:
+        for layer in range(destination.shape[1]):
+            for field in range(destination.shape[2]):
+                from_page, to_page = source[source_slot, layer, field], destination[destination_slot, layer, field]
+                for token in range(tokens):
+                    to_page[:, token] = from_page[:, token].to(to_page.device)

@@ -6,11 +6,17 @@ Shared by everything that writes tokens into pages. tokens_per_block is a power 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvtier.errors import RequestError
 from kvtier.kernels.checks import INDEX_TYPES, LayerPages, check_dtype, check_shape, check_table
+
+Numbers = npt.NDArray[Any]
+"""Whole numbers on the host."""
 
 
 @dataclass(frozen=True)
@@ -43,62 +49,69 @@ class TokenPlaces:
     def check_values(self, layer_pages: LayerPages) -> None:
         """Every token that is not skipped has a page, and one that it may write. On a GPU this makes the host wait."""
         kernel, tokens_per_block = layer_pages.kernel, layer_pages.tokens_per_block
-        sequences, _, max_blocks = self.table.shape
+        table, rows, places = _host(self.table), _host(self.sequence_of_token), _host(self.positions)
+        sequences, _, max_blocks = table.shape
         capacity = max_blocks * tokens_per_block
-        wrong = (self.sequence_of_token < -1) | (self.sequence_of_token >= sequences)
-        if bool(wrong.any()):
-            token = int(wrong.nonzero()[0])
-            raise RequestError(f"{kernel}: sequence_of_token[{token}]={int(self.sequence_of_token[token])}: the table has "
-                               f"{sequences} sequences (allowed: 0 to {sequences - 1}, or -1 to skip the token)")
-        active = (self.sequence_of_token >= 0).nonzero().flatten()
-        rows, places = self.sequence_of_token[active], self.positions[active]
-        wrong = (places < 0) | (places >= capacity)
-        if bool(wrong.any()):
-            found = int(wrong.nonzero()[0])
-            raise RequestError(f"{kernel}: positions[{int(active[found])}]={int(places[found])} (sequence {int(rows[found])}): the "
-                               f"table's {max_blocks} blocks of {tokens_per_block} tokens hold positions 0 to {capacity - 1}; "
-                               "allocate more blocks, or make a wider table")
-        if not active.numel():
+        wrong = (rows < -1) | (rows >= sequences)
+        if wrong.any():
+            token = int(wrong.argmax())
+            raise RequestError(f"{kernel}: sequence_of_token[{token}]={rows[token]}: the table has {sequences} sequences (allowed: 0 to "
+                               f"{sequences - 1}, or -1 to skip the token)")
+        active = rows >= 0
+        wrong = ((places < 0) | (places >= capacity)) & active
+        if wrong.any():
+            token = int(wrong.argmax())
+            raise RequestError(f"{kernel}: positions[{token}]={places[token]} (sequence {rows[token]}): the table's {max_blocks} blocks of "
+                               f"{tokens_per_block} tokens hold positions 0 to {capacity - 1}; allocate more blocks, or make a wider table")
+        if not active.any():
             return
         if self.first_writable is not None:
-            first = self.first_writable[rows]
-            if bool((places < first).any()):
-                found = int((places < first).nonzero()[0])
-                raise RequestError(f"{kernel}: positions[{int(active[found])}]={int(places[found])} (sequence {int(rows[found])}) lies in "
-                                   f"a block that others share (allowed: {int(first[found])} to {capacity - 1}); what is reused is never "
-                                   "written: leave the token out, or copy the block first")
-        blocks = places // tokens_per_block
-        entries = self.table[rows, :, blocks]
-        bad = layer_pages.is_bad(entries, field_axis=1)
-        if bool(bad.any()):
-            found, field = bad.nonzero()[0].tolist()
-            raise layer_pages.entry_error("table", int(rows[found]), field, int(blocks[found]), int(entries[found, field]))
+            first = _host(self.first_writable)[rows]
+            wrong = (places < first) & active
+            if wrong.any():
+                token = int(wrong.argmax())
+                raise RequestError(f"{kernel}: positions[{token}]={places[token]} (sequence {rows[token]}) lies in a block that others "
+                                   f"share (allowed: {first[token]} to {capacity - 1}); what is reused is never written: leave the token "
+                                   "out, or copy the block first")
+        blocks = np.where(active, places, 0) // tokens_per_block
+        for field in (0, 1):
+            entries = table[rows, field, blocks]
+            wrong = layer_pages.is_bad_field(entries, field) & active
+            if wrong.any():
+                token = int(wrong.argmax())
+                raise layer_pages.entry_error("table", int(rows[token]), field, int(blocks[token]), int(entries[token]))
 
-    def resolve(self, num_pages: int, tokens_per_block: int, layer_offset: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Pages, entries and which tokens have a place, without a check: int64 ``[nnz, 2]``, ``[nnz]`` and bool ``[nnz]``.
+    def resolve(self, num_pages: int, tokens_per_block: int, layer_offset: int) -> tuple[Numbers, Numbers, Numbers, Numbers | None]:
+        """Pages of keys and of values, entries in them, and the numbers of the tokens that have a place (None: all), without a check.
 
-        Both fields decide together: half a token would be worse than none. Of a token without a place the page means nothing.
+        Of tables on the host. Both fields decide together: half a token would be worse than none.
         """
-        sequences, _, max_blocks = self.table.shape
-        if not self.table.numel():
-            nothing = torch.zeros_like(self.positions, dtype=torch.bool)
-            return self.positions.new_zeros(len(nothing), 2), self.positions, nothing
-        blocks = self.positions >> (tokens_per_block.bit_length() - 1)
-        inside = self.positions & (tokens_per_block - 1)
-        placed = (self.sequence_of_token >= 0) & (self.sequence_of_token < sequences) & (blocks >= 0) & (blocks < max_blocks)
-        rows = self.sequence_of_token.clamp(0, sequences - 1)
+        table, rows, places = self.table.numpy(), self.sequence_of_token.numpy(), self.positions.numpy()
+        sequences, _, max_blocks = table.shape
+        blocks, inside = places >> (tokens_per_block.bit_length() - 1), places & (tokens_per_block - 1)
+        placed = (rows >= 0) & (rows < sequences) & (blocks >= 0) & (blocks < max_blocks)
+        tokens = None
+        if not placed.all():
+            tokens = placed.nonzero()[0]
+            rows, places, blocks, inside = rows[tokens], places[tokens], blocks[tokens], inside[tokens]
+        keys, values = table[rows, 0, blocks], table[rows, 1, blocks]
+        # Judged before the layer is added: null plus an offset would be somebody else's page.
+        limit = num_pages - layer_offset
+        placed = (keys >= 0) & (keys < limit) & (values >= 0) & (values < limit)
         if self.first_writable is not None:
-            placed &= self.positions >= self.first_writable[rows]
-        entries = self.table[rows, :, blocks.clamp(0, max_blocks - 1)]
-        placed &= ((entries >= 0) & (entries < num_pages - layer_offset)).all(1)
-        return entries.long() + layer_offset, inside, placed
+            placed &= places >= self.first_writable.numpy()[rows]
+        if not placed.all():
+            kept = placed.nonzero()[0]
+            tokens = kept if tokens is None else tokens[kept]
+            keys, values, inside = keys[kept], values[kept], inside[kept]
+        return keys.astype(np.int64) + layer_offset, values.astype(np.int64) + layer_offset, inside, tokens
 
-    def list_reference(self, num_pages: int, tokens_per_block: int, layer_offset: int) -> list[tuple[int, int, int, int] | None]:
-        """(key page, value page, entry, sequence) of each token, None for one to skip; for the references. Refuses a bad place."""
+    def list_reference(self, num_pages: int, tokens_per_block: int, layer_offset: int) -> list[tuple[int, int, int] | None]:
+        """(key page, value page, entry) of each token, None for one to skip; for the references. Refuses a bad place."""
         sequences, _, max_blocks = self.table.shape
         first_writable = [0] * sequences if self.first_writable is None else self.first_writable.tolist()
         table = self.table.tolist()
-        found: list[tuple[int, int, int, int] | None] = []
+        found: list[tuple[int, int, int] | None] = []
         for token, (sequence, position) in enumerate(zip(self.sequence_of_token.tolist(), self.positions.tolist(), strict=True)):
             if sequence == -1:
                 found.append(None)
@@ -115,5 +128,10 @@ class TokenPlaces:
                 if entry < 0 or entry + layer_offset >= num_pages:
                     raise RequestError(f"token {token}: entry {entry} of sequence {sequence}, block {block} names no page "
                                        f"(allowed: 0 to {num_pages - 1 - layer_offset})")
-            found.append((entries[0] + layer_offset, entries[1] + layer_offset, inside, sequence))
+            found.append((entries[0] + layer_offset, entries[1] + layer_offset, inside))
         return found
+
+
+def _host(numbers: torch.Tensor) -> Numbers:
+    array: Numbers = numbers.cpu().numpy()
+    return array

@@ -27,7 +27,7 @@ def to_storage(numbers: torch.Tensor, dtype: torch.dtype, scale: float) -> torch
     if dtype == torch.int8:
         return scaled.nan_to_num_(0.0).clamp_(-128, 127).round_().to(torch.int8)
     assert dtype == torch.float8_e4m3fn, dtype
-    return scaled.clamp_(-LARGEST_E4M3, LARGEST_E4M3).to(dtype)   # torch's own cast makes NaN of what is larger
+    return scaled.clamp_(-LARGEST_E4M3, LARGEST_E4M3).to(dtype)   # older torch makes NaN of what is larger
 
 
 def from_storage(stored: torch.Tensor, scale: float) -> torch.Tensor:

@@ -106,14 +106,15 @@ class StoredPages:
             check_shape(kernel, name, scales, (*data.shape[:3], data.shape[3] // 8), "pages, heads, tokens_per_block, head_dim / 16")
             check_dtype(kernel, name, scales, (torch.uint8,))
         for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
-            _check_scale(kernel, name, scale, storage)
+            check_scale(kernel, name, scale, storage)
         return cls(storage, pages, values, scale_pages, value_scales, key_scale, value_scale)
 
 
-def _check_scale(kernel: str, name: str, scale: float, storage: Storage) -> None:
+def check_scale(kernel: str, name: str, scale: float, storage: Storage) -> None:
+    """RequestError unless numbers stored like this can have this scale."""
     if storage is Storage.SAME:
         if scale != 1.0:
-            raise RequestError(f"{kernel}: {name}={scale} with pages of a floating-point dtype: they hold numbers as they are; pass 1")
+            raise RequestError(f"{kernel}: {name}={scale} with a floating-point dtype: numbers are stored as they are; pass 1")
         return
     with np.errstate(over="ignore"):
         is_usable = math.isfinite(np.float32(scale)) and (np.float32(scale) > 0 or (scale == 0 and storage is Storage.NVFP4))

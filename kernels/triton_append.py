@@ -1,4 +1,4 @@
-"""Paged append for GPUs, in Triton: the same places and the same rules as :func:`kvtier.kernels.append.append_torch`.
+"""Paged append for GPUs, in Triton: the same places and the same rules as :func:`kvtier.kernels.append.append_host`.
 
 Imported only when a CUDA tensor asks for it. Under ``TRITON_INTERPRET=1`` (set before triton is imported) the kernel
 runs on CPU tensors, which is how it is tested without a GPU; ``compile_check`` compiles it for the GPUs we support.

@@ -60,7 +60,7 @@ def _store_rows(
         dim = tl.arange(0, BLOCK_DIM).to(tl.int64)[None, :]
         mask = mask & (dim < DIM)
         if STORAGE == 0:
-            tl.store(place + dim * dim_stride, rows, mask=mask)
+            tl.store(place + dim * dim_stride, rows.to(pages.dtype.element_ty), mask=mask)
         else:
             scaled = tl.div_rn(rows.to(tl.float32), scale + tl.zeros((ROWS, BLOCK_DIM), tl.float32))
             if STORAGE == 1:

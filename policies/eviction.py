@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError
@@ -147,6 +148,23 @@ class EvictionQueues:
         head = self.heads[level * LISTS_PER_LEVEL + EMPTY]
         _insert_after(head.previous, record, head)
 
+    def add_never_used(self, records: Sequence[QueueRecord], level: int) -> None:
+        """The same for all handles of a level at once, in this order: a large level has millions."""
+        head = self.heads[level * LISTS_PER_LEVEL + EMPTY]
+        queue = head.queue
+        last = head.previous
+        for record in records:
+            assert record.queue == NOT_QUEUED
+            record.queue = queue
+            record.previous = last
+            last.next = record
+            last = record
+        last.next = head
+        head.previous = last
+        count = len(records)
+        head.length += count
+        head.level.free += count
+
     def add_backing(self, record: QueueRecord, level: int) -> None:
         """A spare that holds the lower copy of a promoted block."""
         head = self.heads[level * LISTS_PER_LEVEL + BACKING]
@@ -176,6 +194,16 @@ class EvictionQueues:
         """Most recently used from now on, without a release: what is left of its duration stays."""
         record.stamp = self.next_stamp
         self.next_stamp += 1
+
+    def add_newest(self, record: QueueRecord, level: int) -> None:
+        """Content found at start: most recently used of all, without a release. What is left of its duration stays."""
+        record.stamp = self.next_stamp
+        self.next_stamp += 1
+        head = self.heads[level * LISTS_PER_LEVEL + record.priority]
+        extra = record.extra
+        if extra is not None and extra.expires_at > 0.0:
+            self._await_expiry(record, extra.expires_at)
+        _insert_after(head.previous, record, head)
 
     def restore_content(self, record: QueueRecord, level: int) -> None:
         """Queue content where its last release or use puts it. It may have been busy since, without being used.

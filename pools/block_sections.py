@@ -31,8 +31,8 @@ class BlockSection:
             ``(layers, tokens_per_block, bytes)`` for the indexer, ``(layers, bytes)`` for state.
         dtype: by torch's name.
         offset: where it begins in a slot of the lower levels, in bytes.
-        is_by_token: whether a partial copy takes its first tokens only. Scales and everything else goes whole: packed data
-            cannot be cut at a token.
+        is_by_token: whether a partial copy takes its first tokens only. Scales and everything else goes whole, and so do numbers of
+            4 bits (bytes with scales beside them): packed data is not cut at a token.
     """
 
     name: str
@@ -63,13 +63,14 @@ def sections_of(spec: LayerSpec, num_layers: int, tokens_per_block: int) -> tupl
         made.append(BlockSection(name, (num_layers, *shape), dtype, offset, is_by_token))
 
     page = (spec.num_kv_heads, tokens_per_block)
+    is_packed = spec.dtype == "uint8" and spec.scale_bytes > 0
     if spec.kind == "recurrent":
         add(STATE, (spec.state_bytes,), spec.dtype, False)
     elif spec.is_split:
-        add(KEYS, (1, *page, spec.head_dim), spec.dtype, True)
-        add(VALUES, (1, *page, spec.value_dim), spec.dtype, True)
+        add(KEYS, (1, *page, spec.head_dim), spec.dtype, not is_packed)
+        add(VALUES, (1, *page, spec.value_dim), spec.dtype, not is_packed)
     else:
-        add(KV, (spec.kv_factor, *page, spec.head_dim), spec.dtype, True)
+        add(KV, (spec.kv_factor, *page, spec.head_dim), spec.dtype, not is_packed)
     if spec.scale_bytes:
         add(SCALES, (spec.kv_factor, *page, spec.scale_bytes), "uint8", False)
     if spec.indexer_bytes:

@@ -1,5 +1,5 @@
-"""Run the tests in ``tests/gpu``, then measure copies and, where there is GPUDirect Storage, reads and writes through it (in the folder
-that KVTIER_GPU_TEST_DIRECTORY names, or the current one); the last line is a JSON object in the form of every benchmark.
+"""Run the tests in ``tests/gpu``, then measure copies, attention and, where there is GPUDirect Storage, reads and writes through it (in
+the folder that KVTIER_GPU_TEST_DIRECTORY names, or the current one); the last line is a JSON object in the form of every benchmark.
 
 Needs pytest, torch and CuPy. Tests that need more are skipped where it is missing, and their reasons are shown and counted.
 Arguments are passed on to pytest. Exit codes: 0 fine; 1 a test failed or a figure did not hold; 2 no GPU, or used wrongly;
@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,23 +49,36 @@ def measure() -> tuple[Report | None, str]:
         return None, f"copies were not measured: the package {error.name!r} is not installed"
     try:
         report = measure_gpu_copies()
-        add_gds(report)
+        add(report, measure_attention, "attention")
+        add(report, measure_gds, "GPUDirect Storage")
         return report, ""
     except (KVTierError, RuntimeError) as error:  # RuntimeError: what torch and CuPy say when the device does not go along
         return None, f"copies were not measured: {error}"
 
 
-def add_gds(report: Report) -> None:
-    """The rows of the GPUDirect benchmark, or a note that says why there are none."""
+def measure_attention() -> Report:
+    """Decode over pages, beside a copy on the device."""
+    from kvtier.bench.kernels_gpu import measure_gpu_decode
+
+    return measure_gpu_decode()
+
+
+def measure_gds() -> Report:
+    """Reads and writes through GPUDirect Storage."""
+    from kvtier.bench.gds import measure_gds
+
+    directory = os.environ.get("KVTIER_GPU_TEST_DIRECTORY")
+    return measure_gds(Path(directory) if directory else None)
+
+
+def add(report: Report, measure_more: Callable[[], Report], what: str) -> None:
+    """The rows of another benchmark, or a note that says why there are none."""
     from kvtier.errors import KVTierError
 
     try:
-        from kvtier.bench.gds import measure_gds
-
-        directory = os.environ.get("KVTIER_GPU_TEST_DIRECTORY")
-        measured = measure_gds(Path(directory) if directory else None)
+        measured = measure_more()
     except (KVTierError, RuntimeError, ModuleNotFoundError) as error:
-        report.note(f"GPUDirect Storage was not measured: {error}")
+        report.note(f"{what} was not measured: {error}")
         return
     report.rows += measured.rows
     report.notes += measured.notes

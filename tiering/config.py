@@ -58,7 +58,7 @@ class TierConfig(BaseSettings):
     """
 
     model_config = SettingsConfigDict(strict=True, extra="forbid", frozen=True, env_prefix=ENVIRONMENT_PREFIX,
-                                      arbitrary_types_allowed=True, allow_inf_nan=False)
+                                      arbitrary_types_allowed=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     primary: Sizes = "90%"
     """Device memory for blocks (host memory with ``device="cpu"``). At least one block per group."""
@@ -138,6 +138,9 @@ class TierConfig(BaseSettings):
     """Folder under which a request's own ``directory`` must lie, for ``TransferMode.POSIX_DEBUG_FALLBACK``. None: requests may not name
     one."""
 
+    layer_pieces: Annotated[int, Field(ge=1, le=1 << 16)] = 4
+    """Into how many pieces, by layers, blocks are cut on their way from the secondary to the primary level, at most, so that a forward pass
+    can begin with the first layers (see ``step``). Small loads are not cut, nor those whose pieces would be too small. 1: none."""
     prefetch_bandwidth: str | None = "1GiB/s"
     """What ``prefetch`` reads and copies at most, all prefetches together. None: it does nothing."""
     load_decision: Literal["auto", "always"] = "auto"

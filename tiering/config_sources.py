@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 from pydantic_settings.exceptions import SettingsError
 
 from kvtier.errors import ConfigError
+from kvtier.tiering.config_names import OTHER_NAMES, our_names
 
 ENVIRONMENT_PREFIX: Final = "KVTIER_"
 CONFIG_FILE_VARIABLE: Final = "KVTIER_CONFIG"
@@ -56,7 +57,7 @@ class Keywords(_Source):
         self._inner = inner
 
     def __call__(self) -> dict[str, Any]:
-        return {key: Sourced(value, "keyword") for key, value in self._inner().items()}
+        return _sourced(self._inner(), lambda name: "keyword")
 
 
 class Environment(EnvSettingsSource):
@@ -64,11 +65,14 @@ class Environment(EnvSettingsSource):
 
     def __call__(self) -> dict[str, Any]:
         known = self.settings_cls.model_fields
-        for name in os.environ:
+        others: dict[str, str] = {}
+        for name, text in os.environ.items():
             if not name.upper().startswith(ENVIRONMENT_PREFIX) or name.upper() in OTHER_VARIABLES:
                 continue
             key = name[len(ENVIRONMENT_PREFIX):].lower()
-            if key not in known:
+            if key in OTHER_NAMES:
+                others[key] = text
+            elif key not in known:
                 raise unknown_key(key, f"environment {name}", known)
             _refuse_objects(key, f"environment {name}")
         try:
@@ -76,7 +80,7 @@ class Environment(EnvSettingsSource):
         except (SettingsError, RecursionError) as error:
             raise ConfigError(f"environment: {error}; a list is written as JSON, for example "
                               "KVTIER_GROUP_SHARES='[0.5, 0.5]'") from error
-        return {key: Sourced(value, f"environment {ENVIRONMENT_PREFIX}{key.upper()}") for key, value in values.items()}
+        return _sourced({**values, **others}, lambda name: f"environment {ENVIRONMENT_PREFIX}{name.upper()}")
 
 
 class File(_Source):
@@ -92,7 +96,7 @@ class File(_Source):
         values = read_file(path)
         for key in values:
             _refuse_objects(key, f"file {path}")
-        return {key: Sourced(value, f"file {path}") for key, value in values.items()}
+        return _sourced(values, lambda name: f"file {path}")
 
 
 @contextmanager
@@ -157,6 +161,10 @@ def expand_path(value: str | Path, name: str) -> Path:
     return Path(expanded)
 
 
+def _sourced(values: Mapping[str, Any], origin: Callable[[str], str]) -> dict[str, Any]:
+    return {key: Sourced(value, where) for key, (value, where) in our_names(values, origin).items()}
+
+
 def _refuse_objects(key: str, origin: str) -> None:
     if key in KEYWORD_ONLY:
         raise ConfigError(f"{key} ({origin}): can only be given as a keyword in code; remove it there")
@@ -164,6 +172,6 @@ def _refuse_objects(key: str, origin: str) -> None:
 
 def unknown_key(key: str, origin: str, known: Iterable[str]) -> ConfigError:
     """The error for a key that is no setting, with the nearest that is."""
-    near = difflib.get_close_matches(key, known, 1)
+    near = difflib.get_close_matches(key, [*known, *OTHER_NAMES], 1)
     hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
     return ConfigError(f"{key!r} ({origin}): unknown key; {hint}")

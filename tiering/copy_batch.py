@@ -1,19 +1,27 @@
-"""``CopyBatch``: Moves that one copier carries out in one piece of work on a stream, with one event."""
+"""``CopyBatch``: Moves that one copier carries out together on a stream: whole, or in pieces by layers with an event for each.
+
+Pieces let an engine begin with the first layers while the others are still arriving (design: layer-by-layer readiness). They follow
+one another on one stream, so the last event stands for all of them, and to everybody else a batch is over with its last piece.
+"""
 
 from __future__ import annotations
 
 import time
 from contextlib import suppress
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol
 
 from kvtier.errors import TransferError
 from kvtier.io.copiers import Copier, HostCopier
 from kvtier.io.faults import FaultOperation
+from kvtier.io.layer_pieces import Layers
 from kvtier.io.row_copier import Call
 from kvtier.io.streams import Event, Stream
 from kvtier.pools.pool_index import PoolIndex, level_of, slot_of
 from kvtier.tiering.transfer_graph import NodeState, TransferNode
 from kvtier.types import Level
+
+WHOLE: Final = 1 << 30
+"""More layers than any block has: all of them."""
 
 
 class FaultPoint(Protocol):
@@ -23,6 +31,14 @@ class FaultPoint(Protocol):
         """Sleep or raise ``OSError``, as the rules say."""
 
 
+class Piece(NamedTuple):
+    """A submitted piece: the layers it copies, its number among everything submitted, and its event."""
+
+    layers: Layers
+    sequence: int
+    event: Event
+
+
 class CopyBatch:
     """Copies of one group between one pair of memories.
 
@@ -30,12 +46,15 @@ class CopyBatch:
         nodes: in number order; none depends on another.
         after: events of the other stream that have to be over first, without repetition.
         staging_slot: the source of the single node when its bytes were read from a file; -1 otherwise.
+        layer_ends: behind which layers it is cut; one end when it is copied whole.
+        pieces: what was submitted of it, in order.
+        arrived: leading layers that have been copied. What concerns a node only while it has no error.
         seconds: how long the copy (on CUDA: its submission) took.
         failure: why copying itself failed, and not something before it.
     """
 
-    __slots__ = ("_calls", "_copier", "_faults", "_is_plain", "_num_tokens", "_pairs", "after", "failure", "nodes", "route", "seconds",
-                 "staging_slot", "stream")
+    __slots__ = ("_calls", "_copied", "_copier", "_faults", "_is_plain", "_num_tokens", "_pairs", "after", "arrived", "failure",
+                 "layer_ends", "nodes", "pieces", "route", "seconds", "staging_slot", "stream")
 
     def __init__(self, route: int, stream: Stream, copier: Copier, faults: FaultPoint | None, num_tokens: int = 0,
                  staging_slot: int = -1) -> None:
@@ -44,14 +63,18 @@ class CopyBatch:
         self.nodes: list[TransferNode] = []
         self.after: dict[Event, None] = {}
         self.staging_slot = staging_slot
+        self.layer_ends: tuple[int, ...] = (WHOLE,)
+        self.pieces: list[Piece] = []
+        self.arrived = 0
         self.seconds = 0.0
         self.failure: Exception | None = None
         self._copier = copier
         self._faults = faults
         self._num_tokens = num_tokens
         self._pairs: list[tuple[int, int]] = []
+        self._copied = self.nodes
         self._is_plain = faults is None
-        self._calls: list[Call] | None = None
+        self._calls: list[list[Call]] | None = None
 
     def add(self, node: TransferNode) -> None:
         """Take a node in, and the events of what it depends on."""
@@ -70,32 +93,70 @@ class CopyBatch:
             if earlier.event is not None and earlier.stream is not self.stream and not earlier.event.is_done():
                 self.after[earlier.event] = None
 
-    def plan(self) -> None:
-        """Nothing is added any more: settle now which calls the copy takes, where the copier can say so.
+    def plan(self, most_pieces: int) -> None:
+        """Nothing is added any more: settle now into which pieces it is cut, and which calls these take, where the copier can say so.
 
         After each copy the stream's thread finds its caches full of blocks; what it then has to work out is several times as slow as
         here, and the next copy waits for it.
         """
-        if self._is_plain and self._num_tokens == 0 and isinstance(self._copier, HostCopier):
-            with suppress(Exception):  # whatever is wrong (a slot outside its pool), the copy itself says so
-                self._calls = self._copier.plan(self._pairs)
+        if self._num_tokens or self.staging_slot >= 0:
+            most_pieces = 1
+        with suppress(Exception):  # whatever is wrong (a slot outside its pool), the copy itself says so
+            ends = self._copier.layer_ends(self._pairs, most_pieces) if most_pieces > 1 else ()
+            if len(ends) > 1:
+                self.layer_ends = ends
+            if self._is_plain and self._num_tokens == 0 and isinstance(self._copier, HostCopier):
+                self._calls = [self._copier.plan(self._pairs, self._layers_of(number)) for number in range(len(self.layer_ends))]
 
-    def run(self) -> None:
-        """Copy what can be copied; what cannot gets its error. The stream calls it when everything before is over."""
+    def submitted(self, sequence: int, event: Event) -> None:
+        """The next piece is on the stream."""
+        number = len(self.pieces)
+        self.pieces.append(Piece((self.layer_ends[number - 1] if number else 0, self.layer_ends[number]), sequence, event))
+
+    def piece_with(self, num_layers: int) -> Piece | None:
+        """The piece that brings the last of the first ``num_layers`` layers; None for no layer."""
+        if num_layers == 0:
+            return None
+        return next((piece for piece in self.pieces if piece.layers[1] >= num_layers), self.pieces[-1])
+
+    def over(self, number: int) -> None:
+        """A piece has ended. Called in order, under the lock under which ``arrived`` is read."""
+        event = self.pieces[number].event
+        if event.error is None:
+            self.arrived = self.layer_ends[number]
+            return
+        for node in self.nodes:
+            if node.error is None:
+                node.error = _as_exception(event.error)
+
+    def run(self, number: int) -> None:
+        """Copy of one piece what can be copied; what cannot gets its error. The stream calls it when everything before is over.
+
+        What failed in one piece is left out of the next ones: of a Move that fails nothing counts as there.
+        """
         start = time.perf_counter()
-        pairs, copied = (self._pairs, self.nodes) if self._is_plain else self._without_failures()
-        if pairs:
+        if number == 0 and not self._is_plain:
+            self._pairs, self._copied = self._without_failures()
+        if self._pairs:
             try:
                 if self._calls is not None:
-                    for call in self._calls:
+                    for call in self._calls[number]:
                         call()
+                elif len(self.layer_ends) > 1:
+                    self._copier.copy(self._pairs, layers=self._layers_of(number))
                 else:
-                    self._copier.copy(pairs, self._num_tokens)
+                    self._copier.copy(self._pairs, self._num_tokens)
             except Exception as error:
                 self.failure = error
-                for node in copied:
+                self._pairs = []
+                for node in self._copied:
                     node.error = error
-        self.seconds = time.perf_counter() - start
+        self.seconds += time.perf_counter() - start
+
+    def _layers_of(self, number: int) -> Layers | None:
+        if len(self.layer_ends) == 1:
+            return None
+        return (self.layer_ends[number - 1] if number else 0, self.layer_ends[number])
 
     def _without_failures(self) -> tuple[list[tuple[int, int]], list[TransferNode]]:
         """What can be copied: slots, and their nodes. The others get their errors."""
@@ -119,3 +180,12 @@ class CopyBatch:
             self.failure = failure
             return failure
         return None
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """What ended a copy, as an error that a Move can have."""
+    if isinstance(error, Exception):
+        return error
+    failure = TransferError(f"the copy was broken off: {error!r}")
+    failure.__cause__ = error
+    return failure

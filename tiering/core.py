@@ -47,7 +47,7 @@ from kvtier.tiering.ledger.events import Event
 from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupSpec
 from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.ledger import Ledger
-from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
+from kvtier.tiering.ledger.moves import Discard, Move
 from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.load_speed import LoadMeter
 from kvtier.tiering.loading import LoadDecider
@@ -115,7 +115,8 @@ class TierCore:
                                              read_threads=config.read_threads, staging_blocks=config.read_threads + 2,
                                              staging_bytes=config.read_threads * RUN_BYTES, gds=self._gds, debug=self._debug,
                                              check_order=config.debug_checks,
-                                             write_bytes_per_second=config.nvme_write_bytes_per_second)
+                                             write_bytes_per_second=config.nvme_write_bytes_per_second,
+                                             layer_pieces=config.layer_pieces)
             undo.callback(self.transfers.close, 1.0)
             if config.faults is not None:
                 logger.warning("faults are injected into this cache (%s): %s. For trials only: blocks are really lost and files really "
@@ -197,7 +198,7 @@ class TierCore:
         with self.locked():
             faults = self.config.faults.counts() if self.config.faults is not None else {}
             return self._statistics.stats(self._events.dropped, self._prefill_rate, faults, gds, loading=self._loading.stats(),
-                                          prefetch=self._prefetched, store=store)
+                                          prefetch=self._prefetched, store=store, copy_paths=self.transfers.copy_paths)
 
     def iteration_stats(self) -> IterationStats:
         """What was counted between the last two calls of :meth:`refresh`, and the levels at the second one."""
@@ -421,9 +422,8 @@ class TierCore:
         store = NvmeStore.open(directory, namespace, geometries, faults=config.faults, sync=config.nvme_sync,
                                free_space_reserve=config.nvme_free_space_reserve_bytes,
                                drive=DriveQueue(config.read_threads, WRITE_THREADS, config.nvme_write_bytes_per_second))
-        rows = [WarmRow(row.group, row.slot, row.key, row.priority, row.expiry, row.hits) for row in store.stored_blocks()]
         self._ledger.set_time(self._clock())
-        self._ledger.adopt_store(rows, list(store.quarantined()))
+        self._ledger.adopt_store(store.stored_blocks(), store.quarantined())
         self._queue_records()
         return store
 

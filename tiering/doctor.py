@@ -19,12 +19,14 @@ from typing import Final
 
 import kvtier
 from kvtier.errors import ConfigError
+from kvtier.io.copy_report import measured_elsewhere
 from kvtier.io.direct_file import refuses_direct
 from kvtier.io.gds_probe import MEMORY_FILE_SYSTEMS, NO_GDS_FILE_SYSTEMS, obstacle, try_directory
-from kvtier.io.rank_directories import occupied_by_ranks
+from kvtier.io.rank_directories import occupied_by_ranks, rank_directory, require_root
 from kvtier.pools.host_memory import free_disk_bytes, host_memory, memlock_limit, mount_of, shared_memory, usable_cpus
 from kvtier.pools.sizing import SizeKind, format_bytes, parse_sizes
 from kvtier.tiering.config import TierConfig
+from kvtier.tiering.config_reference import sizes_in_words
 from kvtier.tiering.config_sources import expand_path
 
 _SMALL_SHARED_MEMORY: Final = 1 << 30
@@ -98,8 +100,8 @@ def examine(directory: Path | None = None, config_file: Path | None = None) -> R
     findings += [_python(), Finding("kvtier", Status.OK, kvtier.__version__), _torch(gpu), gpu]
     findings += [_package(name, gpu, without) for name, without in
                  (("cupy", 'device="cuda" cannot run'), ("kvikio", "NVMe goes through the host (POSIX), not GPUDirect"))]
-    findings += [_cpus(), _host_memory(), _memlock(gpu), _shared_memory()]
-    findings += _directory(directory, config, gpu)
+    findings += [_copies(gpu), _cpus(), _host_memory(), _memlock(gpu), _shared_memory()]
+    findings += [*_ranks(directory, config), *_directory(directory, config, gpu)]
     return Report(tuple(findings), tuple(config.effective()) if config is not None else ())
 
 
@@ -151,6 +153,17 @@ def _package(name: str, gpu: Finding, without: str) -> Finding:
     return Finding(name, Status.OK, version)
 
 
+def _copies(gpu: Finding) -> Finding:
+    """How copies of many small pieces go: another process measures it, as every process with a cache does when it starts."""
+    if gpu.status is not Status.OK:
+        return Finding("copies", Status.OK, "by the CPU; the ways of a GPU are measured where there is one")
+    paths, reason = measured_elsewhere("cuda:0")
+    if paths:
+        return Finding("copies", Status.OK, "; ".join([f"{direction}: {path}" for direction, path in paths.items()]))
+    return Finding("copies", Status.WARN, f"a call for each piece, nothing else was measured: {reason}",
+                   "update the driver to 12.8 or later, and install triton, if many small blocks are moved")
+
+
 def _cpus() -> Finding:
     count = usable_cpus()
     if count < 2:
@@ -192,6 +205,20 @@ def _shared_memory() -> Finding:
         return Finding("/dev/shm", Status.WARN, f"{text}; an arena shared between processes would not fit",
                        "start the container with --shm-size=8g or --ipc=host")
     return Finding("/dev/shm", Status.OK, text)
+
+
+def _ranks(directory: Path | None, config: TierConfig | None) -> list[Finding]:
+    """Who this process is among several, what that makes of the sizes, and whether the directory is theirs. Nothing for a single rank."""
+    if config is None:
+        return []
+    found = f"rank {config.rank} of {config.num_ranks}; {'; '.join(sizes_in_words(config))}"
+    try:
+        if directory is not None:
+            require_root(directory, config.num_ranks)
+            found += f"; its store is {rank_directory(directory, config.rank, config.num_ranks)}"
+    except ConfigError as error:
+        return [Finding("ranks", Status.FAIL, str(error), "set num_ranks to what the directory was made for, or choose another one")]
+    return [Finding("ranks", Status.OK, found)] if config.num_ranks > 1 else []
 
 
 def _directory(directory: Path | None, config: TierConfig | None, gpu: Finding) -> list[Finding]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Final, Protocol
 
 from kvtier.errors import CorruptBlock, KVTierError
 from kvtier.io.direct_file import aligned_buffer
@@ -17,14 +19,31 @@ from kvtier.io.nvme_store import NvmeStore
 from kvtier.io.scrub import Scrubber
 from kvtier.io.threads import start_thread
 from kvtier.pools.pool_index import NVME
-
-if TYPE_CHECKING:
-    from kvtier.tiering.core import TierCore
+from kvtier.tiering.ledger.file_level import FileLevel
+from kvtier.tiering.transfer import TransferManager
 
 logger = logging.getLogger(__name__)
 
 REST_SECONDS: Final = 3600.0
 """From the end of one pass over the store to the beginning of the next."""
+
+
+class ScrubbedLedger(Protocol):
+    """What is used of a ledger."""
+
+    @property
+    def allocators(self) -> Sequence[FileLevel]: ...
+
+
+class ScrubbedTier(Protocol):
+    """What is used of a tier."""
+
+    @property
+    def transfers(self) -> TransferManager | None: ...
+
+    def locked(self) -> AbstractContextManager[ScrubbedLedger]: ...
+
+    def condemn(self, group: int, slot: int, error: Exception) -> None: ...
 
 
 class IdleScrub:
@@ -36,11 +55,13 @@ class IdleScrub:
         bytes_per_second: budget.
     """
 
-    def __init__(self, core: TierCore, store: NvmeStore, bytes_per_second: float) -> None:
+    def __init__(self, core: ScrubbedTier, store: NvmeStore, bytes_per_second: float) -> None:
         self._core = core
         self._store = store
         self._stop = threading.Event()
-        self._scrubber = Scrubber(store, bytes_per_second, is_idle=lambda: core.transfers.idle(0.0), condemn=self._condemn,
+        transfers = core.transfers
+        assert transfers is not None
+        self._scrubber = Scrubber(store, bytes_per_second, is_idle=lambda: transfers.idle(0.0), condemn=self._condemn,
                                   sleep=self._stop.wait)
         self.verified = 0
         self._thread = start_thread(self._run, "kvtier-scrub")

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from kvtier.io.store_messages import NvmeStats
-from kvtier.tiering.statistics import GdsStats, GroupStats, LoadStats, PerLevel, PrefetchStats, Route
+from kvtier.tiering.statistics import GdsStats, GroupStats, LevelStats, LoadStats, PerLevel, PrefetchStats, Route
+from kvtier.tiering.tier_statistics import KeyGroupStats
 from kvtier.tiering.transfer_times import TimeHistogram
 from kvtier.types import Level
 
@@ -56,7 +57,7 @@ def _name(level: Level) -> str:
 
 
 def _by_level(value: PerLevel) -> list[Sample]:
-    return [((_name(level),), value[level]) for level in Level]
+    return [((name,), number) for name, number in value._asdict().items()]
 
 
 def _by_route(value: Mapping[Route, float]) -> list[Sample]:
@@ -67,11 +68,16 @@ def _times(value: Mapping[Route, TimeHistogram]) -> list[tuple[tuple[str, ...], 
     return [((_name(source), _name(destination)), histogram) for (source, destination), histogram in value.items()]
 
 
-def _states(groups: Sequence[GroupStats]) -> list[Sample]:
+def _levels(group: GroupStats | KeyGroupStats) -> list[tuple[str, LevelStats]]:
+    lower = [("secondary", group.secondary), ("nvme", group.nvme)]
+    return lower if isinstance(group, KeyGroupStats) else [("primary", group.primary), *lower]
+
+
+def _states(groups: Sequence[GroupStats | KeyGroupStats]) -> list[Sample]:
     """Each block in one state: they add up to the level's size."""
     found: list[Sample] = []
     for group in groups:
-        for name, level in (("primary", group.primary), ("secondary", group.secondary), ("nvme", group.nvme)):
+        for name, level in _levels(group):
             empty = level.free_blocks - level.evictable_blocks - level.backing_blocks
             for state, number in (("used", level.used_blocks), ("busy", level.busy_blocks), ("cached", level.evictable_blocks),
                                   ("backing", level.backing_blocks), ("empty", empty)):
@@ -79,9 +85,8 @@ def _states(groups: Sequence[GroupStats]) -> list[Sample]:
     return found
 
 
-def _sizes(groups: Sequence[GroupStats]) -> list[Sample]:
-    return [((str(group.group), name), level.max_blocks) for group in groups
-            for name, level in (("primary", group.primary), ("secondary", group.secondary), ("nvme", group.nvme))]
+def _sizes(groups: Sequence[GroupStats | KeyGroupStats]) -> list[Sample]:
+    return [((str(group.group), name), level.max_blocks) for group in groups for name, level in _levels(group)]
 
 
 def _priorities(value: Mapping[Level, Mapping[int, int]]) -> list[Sample]:
@@ -192,6 +197,18 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric("kvtier_gds_blocks", _C, "Blocks moved between device and NVMe without the host", "gds", ("direction",), _direct),
     Metric("kvtier_gds_detours", _C, "Of those: how many GPUDirect Storage refused, so that they went through the host", "gds",
            samples=lambda value: [((), value.detours)]),
+    # a tier whose engine owns its pool (TierIndex)
+    Metric("kvtier_engine_stored_blocks", _C, "Blocks copied from the engine's pool", "stored_blocks"),
+    Metric("kvtier_engine_loaded_blocks", _C, "Blocks copied into the engine's pool", "loaded_blocks"),
+    Metric("kvtier_engine_known_blocks", _C, "Blocks that the engine offered and the tier had already", "known_blocks"),
+    Metric("kvtier_engine_refused_blocks", _C, "Blocks not stored for want of room or priority, or on the request's wish",
+           "refused_blocks"),
+    Metric("kvtier_engine_requests", _G, "Requests that look up or hold blocks", "requests"),
+    Metric("kvtier_engine_jobs", _G, "Loads and stores that workers carry out now", "jobs"),
+    Metric("kvtier_engine_abandoned_jobs", _G, "Jobs given up whose slots may still be in use", "abandoned_jobs"),
+    Metric("kvtier_engine_expired_jobs", _C, "Jobs that passed their deadline", "expired_jobs"),
+    Metric("kvtier_engine_expired_lookups", _C, "Lookups that passed their deadline and became misses", "expired_lookups"),
+    Metric("kvtier_nvme_takes_writes", _G, "0 while the NVMe level refuses them (full or failing disk)", "takes_writes"),
     Metric("kvtier_injected_faults", _C, "Failures on demand, by rule", "faults", ("rule",), _by_name),
 )
 

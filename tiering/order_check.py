@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 from kvtier.errors import LedgerError
+from kvtier.io.layer_pieces import Layers
 from kvtier.io.streams import Event
 from kvtier.pools.pool_index import LEVEL_NAMES, PoolIndex, level_of, slot_of
-from kvtier.tiering.copy_batch import CopyBatch
+from kvtier.tiering.copy_batch import WHOLE, CopyBatch
 from kvtier.tiering.transfer_graph import NodeState, TransferNode, Work
 
 _log = logging.getLogger(__name__)
@@ -31,20 +32,30 @@ _NEVER_WAITED_FOR: Final = 1 << 62
 
 
 class Access(NamedTuple):
-    """One use of a slot: the ``number``-th work of a stream, the ``order``-th of all, what it is, and whether it is over."""
+    """One use of a slot: the ``number``-th work of a stream, the ``order``-th of all, what it is, whether it is over, and which layers of
+    the block it concerns."""
 
     stream: str
     number: int
     order: int
     what: str
     is_over: Callable[[], bool]
+    layers: Layers = (0, WHOLE)
+
+    def meets(self, other: Access) -> bool:
+        """Whether both concern the same bytes."""
+        return self.layers[0] < other.layers[1] and other.layers[0] < self.layers[1]
+
+    def covers(self, other: Access) -> bool:
+        """Whether everything that the other one concerns is concerned."""
+        return self.layers[0] <= other.layers[0] and other.layers[1] <= self.layers[1]
 
 
 class OrderCheck:
     """Remembers who used each slot last, and compares each new use with that."""
 
     def __init__(self) -> None:
-        self._writes: dict[tuple[int, int], Access] = {}
+        self._writes: dict[tuple[int, int], list[Access]] = {}  # the last one of each layer
         self._reads: dict[tuple[int, int], list[Access]] = {}
         self._clocks: dict[str, Clock] = {}
         self._events: dict[Event, Clock] = {}  # those that are not over
@@ -52,11 +63,13 @@ class OrderCheck:
         self.num_uses = 0
         self._violations: list[str] = []
 
-    def copies(self, batch: CopyBatch, event: Event) -> None:
-        """A batch was given to its stream."""
+    def copies(self, batch: CopyBatch) -> None:
+        """The newest piece of a batch was given to its stream."""
+        piece = batch.pieces[-1]
         reads = [(node.group, node.source) for node in batch.nodes if node.work is Work.COPY]
-        self.submitted(batch.stream.name, batch.after, event, ", ".join([str(node.move) for node in batch.nodes]), reads,
-                       [(node.group, node.destination) for node in batch.nodes])
+        self.submitted(batch.stream.name, batch.after if len(batch.pieces) == 1 else (), piece.event,
+                       ", ".join([str(node.move) for node in batch.nodes]), reads, [(node.group, node.destination) for node in batch.nodes],
+                       piece.layers)
 
     def file(self, node: TransferNode) -> None:
         """A file operation was queued. Its thread waits on the host for the copies that it stands behind."""
@@ -69,15 +82,16 @@ class OrderCheck:
             self.began(WRITER, after, what, lambda: node.state is NodeState.DONE, [source] if node.source >= 0 else [], [destination])
 
     def submitted(self, stream: str, after: Iterable[Event], event: Event, what: str, reads: Iterable[tuple[int, int]],
-                  writes: Iterable[tuple[int, int]]) -> None:
+                  writes: Iterable[tuple[int, int]], layers: Layers = (0, WHOLE)) -> None:
         """A piece of work was given to a stream behind these events; ``event`` is its own.
 
         Args:
             reads, writes: (group, pool index) of the slots that it uses.
+            layers: of which layers.
         """
         clock = self._clocks.setdefault(stream, {})
         self._wait(clock, after)
-        self._use(self._next(stream, what, event.is_done), clock, reads, writes)
+        self._use(self._next(stream, what, event.is_done, layers), clock, reads, writes)
         self._events = {known: found for known, found in self._events.items() if not known.is_done()}
         self._events[event] = dict(clock)
 
@@ -91,15 +105,15 @@ class OrderCheck:
             return
         self._use(self._next(stream, what, is_over), clock, reads, writes)
 
-    def engine_begins(self, events: Iterable[Event], slots: Iterable[tuple[int, int]], since: int) -> None:
-        """The engine reads and writes these slots from now on, behind these events.
+    def engine_begins(self, events: Iterable[Event], slots: Iterable[tuple[int, int]], since: int, layers: Layers = (0, WHOLE)) -> None:
+        """The engine reads and writes these layers of these slots from now on, behind these events.
 
         ``since``: ``num_uses`` when the events were looked up. Whoever reads one of the slots later reads what the engine does not write.
         """
         clock = self._clocks.setdefault(ENGINE, {})
         self._wait(clock, events)
         number = clock.get(ENGINE, 0) + 1
-        access = self._next(ENGINE, "a step of the engine", lambda: number <= self._engine_over)
+        access = self._next(ENGINE, "a step of the engine", lambda: number <= self._engine_over, layers)
         self._use(access, clock, (), slots, since)
 
     def engine_ends(self, streams: Sequence[str], is_over: bool) -> None:
@@ -115,10 +129,10 @@ class OrderCheck:
         if self._violations:
             raise LedgerError(f"unordered access to a slot: {'; '.join(self._violations)}. This is a bug of kvtier, please report it")
 
-    def _next(self, stream: str, what: str, is_over: Callable[[], bool]) -> Access:
+    def _next(self, stream: str, what: str, is_over: Callable[[], bool], layers: Layers = (0, WHOLE)) -> Access:
         clock = self._clocks.setdefault(stream, {})
         clock[stream] = clock.get(stream, 0) + 1
-        return Access(stream, clock[stream], self.num_uses, what, is_over)
+        return Access(stream, clock[stream], self.num_uses, what, is_over, layers)
 
     def _wait(self, clock: Clock, events: Iterable[Event]) -> None:
         for event in events:
@@ -129,18 +143,21 @@ class OrderCheck:
              since: int | None = None) -> None:
         self.num_uses += 1
         for slot in reads:
-            writer = self._writes.get(slot)
-            # The engine writes only into what nobody else may read: behind the computed tokens of a block that is its own.
-            if writer is not None and writer.stream != ENGINE:
-                self._require(access, clock, slot, writer)
+            for writer in self._writes.get(slot, ()):
+                # The engine writes only into what nobody else may read: behind the computed tokens of a block that is its own.
+                if writer.stream != ENGINE and access.meets(writer):
+                    self._require(access, clock, slot, writer)
             readers = [reader for reader in self._reads.get(slot, ()) if not reader.is_over()]
             self._reads[slot] = [*readers, access]
         for slot in writes:
-            writer = self._writes.get(slot)
-            for earlier in (*self._reads.pop(slot, ()), *(() if writer is None else (writer,))):
-                if earlier is not access and (since is None or earlier.order < since):
+            readers, writers = self._reads.pop(slot, []), self._writes.get(slot, [])
+            for earlier in (*readers, *writers):
+                if earlier is not access and access.meets(earlier) and (since is None or earlier.order < since):
                     self._require(access, clock, slot, earlier)
-            self._writes[slot] = access
+            left = [reader for reader in readers if not access.covers(reader)]
+            if left:
+                self._reads[slot] = left
+            self._writes[slot] = [*[writer for writer in writers if not access.covers(writer)], access]
 
     def _require(self, access: Access, clock: Clock, slot: tuple[int, int], earlier: Access) -> None:
         if clock.get(earlier.stream, 0) >= earlier.number or earlier.is_over():

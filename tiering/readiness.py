@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 from kvtier.errors import CapacityError, TransferError
@@ -14,10 +15,12 @@ from kvtier.pools.layout import KVLayout
 from kvtier.pools.pool_index import PoolIndex
 from kvtier.tiering import arguments
 from kvtier.tiering.config import TierConfig
+from kvtier.tiering.copy_batch import WHOLE
 from kvtier.tiering.core import TierCore
 from kvtier.tiering.ledger.confirming import awaited_slots
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.sequence import ActiveSequence
+from kvtier.tiering.step import Step, leading_layers
 
 STEP_TIMEOUT: Final = 60.0  # seconds a step waits for copies between memories, which take milliseconds
 
@@ -30,6 +33,8 @@ class Readiness(TierCore):
 
     def __init__(self, layout: KVLayout, config: TierConfig, device: str = "cpu", model: str | None = None) -> None:
         super().__init__(layout, config, device, model)
+        # A sequence that loses blocks gets its running state back at once, as a copy of a kept one. No step may be writing it then.
+        self._has_states = any(group.kind == "recurrent" for group in layout.groups)
         self._stepping: dict[int, int] = {}         # ids that take part in running steps, and in how many
         self._ended_in_step: dict[int, bool] = {}   # removed meanwhile: store or not
 
@@ -37,28 +42,32 @@ class Readiness(TierCore):
         """Wait until the sequence's reused blocks have arrived. Returns how many leading tokens are really there.
 
         That is fewer than promised after a bad read; the engine computes the rest. Later in the sequence's life, what the
-        engine has computed since counts too. ``layer`` may name the first layer needed; for now the whole block is waited for.
+        engine has computed since counts too.
+
+        With ``layer``, only model layers 0 to ``layer`` have arrived when it returns, and everything that is read from files is verified:
+        enough for ``step(stream, ids, layer)``. Should a copy of a later layer fail, fewer tokens are there than was said.
 
         Raises:
             TimeoutError: not ready after ``timeout`` seconds; the sequence is as before.
             CapacityError: a bad block could not be replaced; remove this sequence and admit it again.
+            ConfigError: the layout has no such layer.
         """
-        self._check_layer(layer)
+        num_layers = leading_layers(self.layout, layer)
         deadline = None if timeout is None else time.monotonic() + arguments.seconds("timeout", timeout)
         while True:
-            valid = self._ready_now(request_id)
+            valid = self._ready_now(request_id, num_layers)
             if valid is not None:
                 return valid
             with self.locked() as ledger:
                 indices = _indices(ledger, ledger.sequence(request_id))
-            if not all(self.transfers.wait(group, row, _left(deadline)) and self.transfers.wait_for_files(group, row, _left(deadline))
-                       for group, row in enumerate(indices)):
+            if not all(self.transfers.wait(group, row, _left(deadline), num_layers[group])
+                       and self.transfers.wait_for_files(group, row, _left(deadline)) for group, row in enumerate(indices)):
                 self._require_open()
                 raise TimeoutError(f"request {request_id}: not ready after {timeout} s; wait again, or remove the sequence")
 
     async def ready(self, request_id: int, layer: int | None = None) -> int:
         """Like :meth:`wait_ready` without blocking the event loop; cancel it or use ``asyncio.timeout`` for a deadline."""
-        self._check_layer(layer)
+        num_layers = leading_layers(self.layout, layer)
         loop = asyncio.get_running_loop()
         finished = asyncio.Event()
 
@@ -70,19 +79,20 @@ class Readiness(TierCore):
         try:
             while True:
                 finished.clear()
-                valid = self._ready_now(request_id)
+                valid = self._ready_now(request_id, num_layers)
                 if valid is not None:
                     return valid
                 await finished.wait()
         finally:
             self.transfers.remove_listener(wake)
 
-    def is_ready(self, request_id: int) -> bool:
+    def is_ready(self, request_id: int, layer: int | None = None) -> bool:
         """Whether :meth:`wait_ready` would return, or raise CapacityError, at once. Does not count as its report."""
+        num_layers = leading_layers(self.layout, layer)
         self._submit()
         with self.locked() as ledger:
             sequence = ledger.sequence(request_id)
-            return sequence.must_preempt or self._has_arrived(_indices(ledger, sequence))
+            return sequence.must_preempt or self._has_arrived(_indices(ledger, sequence), num_layers)
 
     def is_paused(self, request_id: int) -> bool:
         """Whether a sequence waits for the blocks of its next prompt chunk (``chunk_size`` with layers that have a window).
@@ -94,17 +104,29 @@ class Readiness(TierCore):
             return ledger.is_paused(request_id)
 
     @contextmanager
-    def step(self, stream: EngineStream | None, ids: Sequence[int]) -> Iterator[list[int]]:
+    def step(self, stream: EngineStream | None, ids: Sequence[int], layer: int | None = None) -> Iterator[Step]:
         """One forward pass over these sequences, ordered against our copies. Yields the ids that may take part.
 
         Left out are sequences that are not ready, those that are paused (see :meth:`is_paused`), and those that lost tokens to a bad
         read until :meth:`wait_ready` has said so. ``stream`` is the engine's CUDA stream; None on the CPU.
 
+        With ``layer`` (0, as a rule) the engine is ordered behind model layers 0 to ``layer`` only, and before it uses a later one it calls
+        ``wait_layer`` of what is yielded. Models with recurrent layers begin with everything there all the same::
+
+            with cache.step(stream, ids, layer=0) as ready:
+                for layer in range(num_layers):
+                    lost = ready.wait_layer(layer)
+                    ...
+
         Raises:
             UnknownRequest: an id that is not active.
+            ConfigError: the layout has no such layer.
             TransferError: copies between memories did not end within a minute.
         """
         arguments.sequence_of("ids", ids)
+        num_layers = leading_layers(self.layout, layer)
+        if self._has_states:
+            num_layers = [WHOLE] * len(num_layers)
         self._submit()
         with self.locked() as ledger:
             if ledger.paused:
@@ -116,11 +138,8 @@ class Readiness(TierCore):
                 indices = _indices(ledger, sequence)
                 if not (request_id in ledger.paused or sequence.must_report or sequence.must_preempt or self._waits_for_files(indices)):
                     candidates[request_id] = indices
-        for group in range(len(self.layout.groups)):
-            ordered = [index for indices in candidates.values() for index in indices[group]]
-            if ordered and not self.transfers.order_before_engine(stream, group, ordered, STEP_TIMEOUT):
-                self._require_open()
-                raise TransferError(f"step: copies for requests {list(candidates)} did not end within {STEP_TIMEOUT:.0f} s")
+        slots = [[index for indices in candidates.values() for index in indices[group]] for group in range(len(self.layout.groups))]
+        late = self._order(stream, slots, [0] * len(slots), num_layers, f"step: copies for requests {list(candidates)}")
         ready: list[int] = []
         with self.locked() as ledger:
             for request_id, indices in candidates.items():
@@ -128,35 +147,72 @@ class Readiness(TierCore):
                 # While we waited a copy may have failed, or another thread may have ended the sequence: then it is left out.
                 if found is not None and not found.must_report and not found.must_preempt and _is_within(
                         _indices(ledger, found), indices):
-                    ledger.deliver(found)
+                    if not any(late):
+                        ledger.deliver(found)
                     ready.append(request_id)
                     if self._poison is not None:
                         with self._device.on_engine(stream):
                             self._poison.fill(found)
                     self._stepping[request_id] = self._stepping.get(request_id, 0) + 1
         try:
-            yield ready
+            yield Step(ready, num_layers, late, partial(self._wait_layer, stream))
         finally:
             self.transfers.order_after_engine(stream)
             self._leave_step(ready)
 
     # -- inside ----------------------------------------------------------------------------------------------------------
 
-    def _ready_now(self, request_id: int) -> int | None:
-        """Valid tokens when everything has arrived, None while something is pending."""
+    def _wait_layer(self, stream: EngineStream | None, step: Step, layer: int) -> list[int]:
+        """See ``Step.wait_layer``."""
+        if not any(step.late):  # as a rule: asked for every layer
+            self.layout.place_of_layer(layer)
+            return step.lost
+        num_layers = leading_layers(self.layout, layer)
+        step.late = self._order(stream, step.late, step.num_layers, num_layers, f"wait_layer({layer}): copies for requests {list(step)}")
+        step.num_layers = [max(before, now) for before, now in zip(step.num_layers, num_layers, strict=True)]
+        with self.locked() as ledger:
+            for request_id in step:
+                sequence = ledger.sequences.get(request_id)
+                if sequence is None or sequence.must_report or sequence.must_preempt:
+                    if request_id not in step.lost:
+                        step.lost.append(request_id)
+                elif not any(step.late) and request_id not in step.lost:
+                    ledger.deliver(sequence)
+        return step.lost
+
+    def _order(self, stream: EngineStream | None, slots: Sequence[list[PoolIndex]], before: Sequence[int], num_layers: Sequence[int],
+               what: str) -> list[list[PoolIndex]]:
+        """Order the engine behind more layers of these slots, by group. Returns the slots of which others are still arriving."""
+        late: list[list[PoolIndex]] = []
+        for group, indices in enumerate(slots):
+            left: list[PoolIndex] | None = indices
+            if indices and (before[group] < num_layers[group] or before[group] == 0):
+                left = self.transfers.order_layers(stream, group, indices, (before[group], num_layers[group]), STEP_TIMEOUT)
+            if left is None:
+                self._require_open()
+                raise TransferError(f"{what} did not end within {STEP_TIMEOUT:.0f} s")
+            late.append(left)
+        return late
+
+    def _ready_now(self, request_id: int, num_layers: Sequence[int]) -> int | None:
+        """Valid tokens when so many layers of everything have arrived, None while something is pending."""
         while True:
             self._submit()
             with self.locked() as ledger:
                 sequence = ledger.sequence(request_id)
                 indices = _indices(ledger, sequence)
-                if not self._has_arrived(indices):
+                if not self._has_arrived(indices, num_layers):
                     return None
                 self._drain()  # what ended between the first drain and now
                 if sequence.must_preempt:
                     raise CapacityError(f"request {request_id}: a block that could not be read cannot be replaced, no primary block is "
                                         "free; remove this sequence and admit it again", 1, 0, [request_id])
                 if _is_within(_indices(ledger, sequence), indices):
-                    ledger.deliver(sequence)
+                    whole = [WHOLE] * len(num_layers)
+                    if num_layers == whole or self._has_arrived(indices, whole):
+                        ledger.deliver(sequence)
+                    else:
+                        ledger.report(sequence)
                     return sequence.computed
 
     def _leave_step(self, ids: Sequence[int]) -> None:
@@ -174,16 +230,12 @@ class Readiness(TierCore):
                     else:
                         ledger.advance_prefill(request_id)
 
-    def _has_arrived(self, indices: Indices) -> bool:
-        return (self._all_issued and all(self.transfers.wait(group, row, 0.0) for group, row in enumerate(indices))
+    def _has_arrived(self, indices: Indices, num_layers: Sequence[int]) -> bool:
+        return (self._all_issued and all(self.transfers.wait(group, row, 0.0, num_layers[group]) for group, row in enumerate(indices))
                 and not self._waits_for_files(indices))
 
     def _waits_for_files(self, indices: Indices) -> bool:
         return any(self.transfers.pending_files(group, row) for group, row in enumerate(indices))
-
-    def _check_layer(self, layer: int | None) -> None:
-        if layer is not None:
-            self.layout.place_of_layer(layer)
 
 
 def _left(deadline: float | None) -> float | None:

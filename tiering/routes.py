@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.errors import TransferError
 from kvtier.io.copiers import DIRECT, Copier, open_copiers
+from kvtier.io.copy_tools import copy_tools
+from kvtier.io.cuda_stream import load_cuda
 from kvtier.pools.group_pools import GroupMemory
 from kvtier.pools.pool_index import LEVEL_NAMES, NVME, PRIMARY, SECONDARY, PoolIndex, level_of
 from kvtier.tiering.debug_path import DebugPath
@@ -38,6 +40,7 @@ class Routes:
 
     def __init__(self, device: str, pools: Sequence[GroupMemory], has_store: bool, staging_blocks: int, staging_bytes: int,
                  gds: GdsPath | None, debug: DebugPath | None) -> None:
+        self._device = device
         self._has_store = has_store
         self._debug = debug
         direct = gds.groups if gds is not None else []
@@ -81,6 +84,11 @@ class Routes:
         if self.direct and not is_debugged and {source, destination} == {PRIMARY, NVME}:
             node.via = DIRECT
         return node
+
+    @property
+    def copy_paths(self) -> Mapping[str, str]:
+        """By direction, how copies of many units go on this device, as it was measured; empty where there is nothing to choose."""
+        return {} if self._device == "cpu" else copy_tools(load_cuda(), self._device).paths.describe()
 
     def copier(self, group: int, source: int, destination: int) -> Copier:
         """What copies from one level, or kind of staging memory, to another."""

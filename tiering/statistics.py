@@ -213,7 +213,8 @@ class Stats(TierCounters):
     """A picture of the whole tier: the counters since the start, and what the levels hold now.
 
     ``primary``, ``secondary`` and ``nvme`` add up ``groups``. ``advice``: what to change where transfers have long been out of
-    balance, otherwise None. ``faults``: how often each rule of the configuration's ``faults`` has hit; empty without.
+    balance, otherwise None. ``faults``: how often each rule of the configuration's ``faults`` has hit; empty without. ``copy_paths``: on
+    CUDA by direction, how many small pieces of memory are copied, as it was measured when the first cache of the process started.
     ``priorities``: evictable blocks of all groups by level and priority. ``move_seconds``: what Moves took from their decision to their
     end, by route; ``move_wait_seconds``: how much of it was waiting. ``store``: what the NVMe level itself counts; None without one.
     """
@@ -234,6 +235,7 @@ class Stats(TierCounters):
     prefetch: PrefetchStats
     faults: Mapping[str, int]
     gds: GdsStats
+    copy_paths: Mapping[str, str]
     store: NvmeStats | None
 
 

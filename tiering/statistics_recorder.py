@@ -119,7 +119,8 @@ class StatisticsRecorder:
         return "; ".join([balance.advice for balance in self._balances if balance.advice is not None]) or None
 
     def stats(self, dropped_events: int, prefill_tokens_per_second: float | None, faults: Mapping[str, int] = MappingProxyType({}),
-              gds: GdsStats = NO_GDS, *, loading: LoadStats, prefetch: PrefetchStats, store: NvmeStats | None = None) -> Stats:
+              gds: GdsStats = NO_GDS, *, loading: LoadStats, prefetch: PrefetchStats, store: NvmeStats | None = None,
+              copy_paths: Mapping[str, str] = MappingProxyType({})) -> Stats:
         """Everything counted since the start, and what the levels hold now."""
         groups = collect_groups(self._allocators)
         primary, secondary, nvme = total_levels(groups)
@@ -128,7 +129,7 @@ class StatisticsRecorder:
                      move_wait_seconds=self.times.waits(), store=store, leases=len(self._ledger.leases),
                      sequences=len(self._ledger.sequences), dropped_events=dropped_events,
                      prefill_tokens_per_second=prefill_tokens_per_second, advice=self.advice, faults=faults, gds=gds, loading=loading,
-                     prefetch=replace(prefetch))
+                     prefetch=replace(prefetch), copy_paths=copy_paths)
 
     def iteration_stats(self) -> IterationStats:
         """The iteration that ended last."""

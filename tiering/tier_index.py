@@ -55,7 +55,7 @@ class TierIndex(TierIndexCore):
     # -- requests --------------------------------------------------------------------------------------------------------
 
     def begin_request(self, request_id: RequestId, *, priority: int | str = DEFAULT_PRIORITY, duration_seconds: float | None = None,
-                      use_nvme: bool = True, skip_read: bool = False, skip_write: bool = False) -> None:
+                      use_nvme: bool = True, read_nvme: bool = True, skip_read: bool = False, skip_write: bool = False) -> None:
         """What holds for this request. Optional: a request that any other call names first begins with these defaults.
 
         Args:
@@ -64,6 +64,7 @@ class TierIndex(TierIndexCore):
                 below ``nvme_offload_min_priority`` nothing of it reaches NVMe.
             duration_seconds: after which the priority falls back to 35; None: never.
             use_nvme: False: it finds nothing on NVMe, and what it stores stays off NVMe.
+            read_nvme: False: it finds nothing on NVMe.
             skip_read: all its lookups miss.
             skip_write: it stores nothing.
 
@@ -72,14 +73,14 @@ class TierIndex(TierIndexCore):
         """
         priority = _checked_priority(priority)
         check_duration("duration_seconds", duration_seconds)
-        for name, value in (("use_nvme", use_nvme), ("skip_read", skip_read), ("skip_write", skip_write)):
+        for name, value in (("use_nvme", use_nvme), ("read_nvme", read_nvme), ("skip_read", skip_read), ("skip_write", skip_write)):
             arguments.truth(name, value)
         _check_request(request_id)
         with self.turn as ledger:
             if request_id in ledger.requests:
                 raise RequestError(f"request {request_id!r}: is active already; end_request or abort it first")
-            ledger.requests[request_id] = KeyRequest(request_id, len(ledger.levels), priority, duration_seconds or 0.0, use_nvme,
-                                                     not skip_read, not skip_write)
+            ledger.requests[request_id] = KeyRequest(request_id, len(ledger.allocators), priority, duration_seconds or 0.0, use_nvme,
+                                                     not skip_read, not skip_write, read_nvme)
 
     def end_request(self, request_id: RequestId) -> None:
         """The request is over: its leases end, its reads from NVMe that have not begun are not begun. Jobs in flight go on until they

@@ -33,11 +33,12 @@ from kvtier.tiering import arguments
 from kvtier.tiering.bounded_call import call_within
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.core import LEAST_CLEARING
+from kvtier.tiering.idle_scrub import IdleScrub
 from kvtier.tiering.ledger.key_invariants import verify_keys
 from kvtier.tiering.ledger.key_jobs import EngineJob
 from kvtier.tiering.ledger.key_ledger import KeyLedger
 from kvtier.tiering.ledger.keyed_level import engine_key
-from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
+from kvtier.tiering.ledger.moves import Discard, Move
 from kvtier.tiering.ledger.rules import TierRules
 from kvtier.tiering.namespace import FORMAT_VERSION
 from kvtier.tiering.tier_plan import TierPlan, level_slots
@@ -94,7 +95,7 @@ class TierIndexCore:
         self.turn = _Turn(self)
         self._namespace = json.dumps({"format": FORMAT_VERSION, "model": model or "", "layout": json.loads(layout.describe()),
                                       "ranks": layout.ranks, "fingerprint": fingerprint}, sort_keys=True)
-        for level in self._ledger.levels:
+        for level in self._ledger.allocators:
             level.wall_clock_offset = time.time() - self._clock()
         with ExitStack() as undo:  # what fails here must leave neither the directory locked nor the arena behind
             self.store = self._open_store([NvmeGeometry(block.block_bytes, count)
@@ -104,15 +105,22 @@ class TierIndexCore:
             self.arena = SharedArena(self.plan.arena)
             undo.callback(self.arena.close)
             undo.callback(self.arena.unlink)
-            self._transfers: TransferManager | None = None
+            self.transfers: TransferManager | None = None
             if self.store is not None:
-                self._transfers = TransferManager(open_device("cpu"), [HostPools(block, slots) for block, slots
+                self.transfers = TransferManager(open_device("cpu"), [HostPools(block, slots) for block, slots
                                                                        in zip(layout.blocks, self.arena.groups, strict=True)],
                                                   self.store, faults=config.faults, read_threads=config.read_threads,
                                                   staging_blocks=config.read_threads + 2,
                                                   staging_bytes=config.read_threads * RUN_BYTES,
                                                   write_bytes_per_second=config.nvme_write_bytes_per_second)
+                undo.callback(self.transfers.close, 1.0)
+            rate = config.nvme_scrub_bytes_per_second
+            self.scrub = IdleScrub(self, self.store, rate) if self.store is not None and rate is not None else None
+            if config.faults is not None:
+                _log.warning("faults are injected into this tier (%s): %s. For trials only: blocks are really lost, files really deleted",
+                             config.sources["faults"], config.faults)
             undo.pop_all()
+        self._unlink_when_all_are_there()
 
     @property
     def arena_path(self) -> Path:
@@ -128,18 +136,18 @@ class TierIndexCore:
             ledger.refresh(self._takes_writes)
             if ledger.abandoned:
                 self._release_ended(ledger)
-            if self._is_linked and self.arena.board.all_opened():
-                self.arena.unlink()
-                self._is_linked = False
+            self._unlink_when_all_are_there()
             is_changed = ledger.version != self._version_seen
             self._version_seen = ledger.version
             return is_changed
 
     @property
     def has_work(self) -> bool:
-        """Reads or writes of NVMe are under way, or their ends not yet seen: an idle engine should go on calling :meth:`poll`."""
+        """Reads or writes of NVMe are under way, their ends not yet seen, or there is something to be written ahead: an idle engine
+        should go on calling :meth:`poll`."""
         ledger = self._ledger
-        return ledger.reads_in_flight > 0 or any(level.writes_in_flight for level in ledger.levels)
+        return ledger.reads_in_flight > 0 or any(level.writes_in_flight or (level.has_writes and self._takes_writes)
+                                                 for level in ledger.allocators)
 
     def next_deadline(self) -> float | None:
         """Seconds until a deadline may change an answer or give up a job; None without any."""
@@ -159,6 +167,21 @@ class TierIndexCore:
         with self.turn as ledger:
             verify_keys(ledger)
 
+    def locked(self) -> _Turn:
+        """The ledger, for tools."""
+        return self.turn
+
+    def condemn(self, group: int, slot: int, error: Exception) -> None:
+        """An NVMe slot failed its check: it is quarantined, and nobody is promised what it held."""
+        assert self.store is not None
+        self.store.quarantine(group, slot, str(error))
+        if not self.store.is_quarantined(group, slot):
+            return  # nothing was stored there
+        with self.turn as ledger:
+            self._totals.failures += 1
+            self._totals.checksum_failures += isinstance(error, CorruptBlock)
+            ledger.condemn(group, slot)
+
     def release_abandoned(self) -> int:
         """No worker uses slots of given-up jobs any more (the workers are gone, or have been flushed): put them back into use. Returns
         how many jobs there were."""
@@ -174,13 +197,13 @@ class TierIndexCore:
         """Write to NVMe all that nobody holds and that may go there; False when time ran out first or the store takes no writes for the
         moment."""
         deadline = time.monotonic() + arguments.seconds("timeout", timeout)
-        if self._transfers is None:
+        if self.transfers is None:
             return True
         while True:
             with self.turn as ledger:
                 takes_writes = self._takes_writes
                 is_complete = not takes_writes or ledger.write_everything_out()
-            if not self._transfers.idle(max(deadline - time.monotonic(), 0.0)):
+            if not self.transfers.idle(max(deadline - time.monotonic(), 0.0)):
                 return False
             if is_complete:
                 return takes_writes
@@ -199,14 +222,14 @@ class TierIndexCore:
         with self.turn as ledger:
             ledger.reset()
             self._num_clearing += 1  # what is stored from now on must not be deleted with the rest
-        if self.store is None or self._transfers is None:
+        if self.store is None or self.transfers is None:
             self._cleared()
             return
-        is_over = self._transfers.idle(max(deadline - time.monotonic(), 0.0))
+        is_over = self.transfers.idle(max(deadline - time.monotonic(), 0.0))
         if is_over:
             with self.turn:
                 pass  # what ended for nobody is to be deleted, too
-            is_over = self._transfers.idle(max(deadline - time.monotonic(), LEAST_CLEARING))
+            is_over = self.transfers.idle(max(deadline - time.monotonic(), LEAST_CLEARING))
         if not is_over:
             self._cleared()
             raise TransferError(f"reset: reads and writes of NVMe did not end within {timeout} s; what lies there may be found again after "
@@ -225,12 +248,14 @@ class TierIndexCore:
             self._closed = True
         self.arena.unlink()
         is_quiet = True
-        if self._transfers is not None:
+        if self.transfers is not None:
             assert self.store is not None
             self.store.hurry()
+            if self.scrub is not None:
+                self.scrub.close(min(max(deadline - time.monotonic(), 0.1), 1.0))
             if is_first:
                 self._settle(deadline)
-            is_quiet = self._transfers.close(max(deadline - time.monotonic(), 0.1))
+            is_quiet = self.transfers.close(max(deadline - time.monotonic(), 0.1))
         store_is_closed = self.store is None or self.store.close(max(deadline - time.monotonic(), 0.5))
         if is_quiet:
             self.arena.close()
@@ -255,7 +280,7 @@ class TierIndexCore:
             self._lock.release()
             raise KVTierError("this TierIndex is closed; make a new one")
         ledger.set_time(self._clock())
-        if self._transfers is not None:
+        if self.transfers is not None:
             self._drain(ledger)
         return ledger
 
@@ -267,18 +292,18 @@ class TierIndexCore:
 
     def _submit(self) -> None:
         """Issue what is in the outbox. Whoever holds the submit lock issues everybody's records, in order."""
-        assert self._transfers is not None
+        assert self.transfers is not None
         with self._submit_lock:
             records: list[Move | Discard] = []
             while self._outbox:
                 records.append(self._outbox.popleft())
             if records:
-                self._transfers.issue(records)
+                self.transfers.issue(records)
 
     def _drain(self, ledger: KeyLedger) -> None:
-        assert self._transfers is not None
+        assert self.transfers is not None
         totals = self._totals
-        for result in self._transfers.drain():
+        for result in self.transfers.drain():
             move = result.move
             is_read = level_of(move.source) == NVME
             if result.error is None:
@@ -299,21 +324,21 @@ class TierIndexCore:
 
     @property
     def _takes_writes(self) -> bool:
-        return (self.store is not None and self._transfers is not None and not self._num_clearing and self.store.accepts_writes
-                and not self._transfers.writes_hang)
+        return (self.store is not None and self.transfers is not None and not self._num_clearing and self.store.accepts_writes
+                and not self.transfers.writes_hang)
 
     def _settle(self, deadline: float) -> None:
         """Let everything issued end, and what the ledger then wants deleted from NVMe, as far as there is time."""
-        assert self._transfers is not None
+        assert self.transfers is not None
         with self._lock:
             self._outbox.extend(self._ledger.moves.take())
         self._submit()
-        if self._transfers.idle(max(deadline - time.monotonic(), 0.0)):
+        if self.transfers.idle(max(deadline - time.monotonic(), 0.0)):
             with self._lock:
                 self._drain(self._ledger)
                 self._outbox.extend([record for record in self._ledger.moves.take() if isinstance(record, Discard)])
             self._submit()
-            self._transfers.idle(max(deadline - time.monotonic(), 0.0))
+            self.transfers.idle(max(deadline - time.monotonic(), 0.0))
 
     def _cleared(self) -> None:
         with self._lock:
@@ -336,6 +361,12 @@ class TierIndexCore:
                 return False
         return True
 
+    def _unlink_when_all_are_there(self) -> None:
+        """From then on the arena's memory ends with the processes, however they end."""
+        if self._is_linked and self.arena.board.all_opened():
+            self.arena.unlink()
+            self._is_linked = False
+
     def _release_ended(self, ledger: KeyLedger) -> None:
         for job in list(ledger.abandoned.values()):
             if self._has_ended(job):
@@ -343,7 +374,7 @@ class TierIndexCore:
 
     def _skip_used_numbers(self, ledger: KeyLedger) -> None:
         """The board has a place for MAX_JOBS jobs: the next number's must not belong to one that is still under way."""
-        while ledger.next_job - MAX_JOBS in ledger.abandoned or ledger.next_job - MAX_JOBS in ledger.jobs:
+        while ledger.next_job - MAX_JOBS in ledger.jobs or any((ledger.next_job - number) % MAX_JOBS == 0 for number in ledger.abandoned):
             ledger.next_job += 1
 
     @collector_paused()
@@ -355,7 +386,7 @@ class TierIndexCore:
         store = NvmeStore.open(config.nvme_directory, self._namespace, geometries, faults=config.faults,
                                free_space_reserve=config.nvme_free_space_reserve_bytes, sync=config.nvme_sync,
                                drive=DriveQueue(config.read_threads, WRITE_THREADS, config.nvme_write_bytes_per_second))
-        rows = [WarmRow(row.group, row.slot, engine_key(row.key), row.priority, row.expiry, row.hits) for row in store.stored_blocks()]
+        rows = [row._replace(key=engine_key(row.key)) for row in store.stored_blocks()]
         self._ledger.set_time(self._clock())
         self._ledger.adopt_store(rows, list(store.quarantined()))
         return store

@@ -14,7 +14,7 @@ from kvtier.pools.sizing import SizeKind, check_group_shares, format_bytes, pars
 from kvtier.tiering.config import TierConfig
 
 _OF_THE_ENGINE: Final = ("primary", "max_tokens", "chunk_size", "window_scratch_blocks", "request_directory_root", "allreduce_min",
-                         "enable_block_reuse", "prefetch_bandwidth", "load_decision", "debug_checks")
+                         "enable_block_reuse", "prefetch_bandwidth", "load_decision", "debug_checks", "rank", "num_ranks", "size_scope")
 """Settings of a tier that owns the engine's pool. Silently doing without them would be a setting that does not work."""
 
 

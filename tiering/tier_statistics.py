@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from kvtier.pools.pool_index import NVME, SECONDARY
 from kvtier.tiering.ledger.key_ledger import KeyLedger
 from kvtier.tiering.ledger.keyed_level import KeyedLevel
-from kvtier.tiering.statistics import LevelStats
+from kvtier.tiering.statistics import LevelStats, PerLevel, Route
+from kvtier.types import Level
+
+_UP: Final[Route] = (Level.NVME, Level.SECONDARY)
+_DOWN: Final[Route] = (Level.SECONDARY, Level.NVME)
 
 
 @dataclass(frozen=True)
@@ -28,11 +33,13 @@ class TierStats:
         secondary, nvme: all groups together.
         groups: each by itself.
         hit_blocks: by level, delivered to the engine: found in host memory, and on NVMe.
+        missed_blocks: asked for with ``lookup`` and not there, once its answer was final.
         stored_blocks, loaded_blocks: copied from and to the engine.
         known_blocks: not stored because they were there; refused_blocks: for want of room or priority, or on the request's wish.
-        promoted_blocks, promoted_bytes: read from NVMe; written_blocks, written_bytes: written to it.
+        promoted_blocks, promoted_bytes: read from NVMe; nvme_written_blocks, nvme_written_bytes: written to it.
         read_seconds, write_seconds: their shares of the time spent in file calls.
-        dropped: content given up for want of room; host_dropped: of it, without a copy on NVMe.
+        dropped: content given up for want of room or priority; host_dropped: of it, without a copy on NVMe; dropped_priority: of it, below
+            the threshold of NVMe.
         lost: content that failed to arrive; quarantined: NVMe slots found bad.
         checksum_failures, transfer_failures: of NVMe.
         requests, leases, jobs: active now; abandoned_jobs: given up, whose slots may still be in use.
@@ -44,19 +51,21 @@ class TierStats:
     secondary: LevelStats
     nvme: LevelStats
     groups: tuple[KeyGroupStats, ...]
-    hit_blocks: Mapping[str, int]
+    hit_blocks: PerLevel
+    missed_blocks: int
     stored_blocks: int
     loaded_blocks: int
     known_blocks: int
     refused_blocks: int
     promoted_blocks: int
     promoted_bytes: int
-    written_blocks: int
-    written_bytes: int
+    nvme_written_blocks: int
+    nvme_written_bytes: int
     read_seconds: float
     write_seconds: float
     dropped: int
     host_dropped: int
+    dropped_priority: int
     lost: int
     quarantined: int
     checksum_failures: int
@@ -69,6 +78,37 @@ class TierStats:
     expired_lookups: int
     events_dropped: int
     takes_writes: bool
+
+    @property
+    def dropped_by_reason(self) -> Mapping[str, int]:
+        """``dropped``, by "room" and "priority"."""
+        return {"room": self.dropped - self.dropped_priority, "priority": self.dropped_priority}
+
+    # By the names of ``Stats``, so that both have the same metrics:
+
+    @property
+    def dropped_events(self) -> int:
+        return self.events_dropped
+
+    @property
+    def onboard_blocks(self) -> Mapping[Route, int]:
+        return {_UP: self.promoted_blocks}
+
+    @property
+    def onboard_bytes(self) -> Mapping[Route, int]:
+        return {_UP: self.promoted_bytes}
+
+    @property
+    def offload_blocks(self) -> Mapping[Route, int]:
+        return {_DOWN: self.nvme_written_blocks}
+
+    @property
+    def offload_bytes(self) -> Mapping[Route, int]:
+        return {_DOWN: self.nvme_written_bytes}
+
+    @property
+    def transfer_seconds(self) -> Mapping[Route, float]:
+        return {_UP: self.read_seconds, _DOWN: self.write_seconds}
 
 
 @dataclass
@@ -86,15 +126,17 @@ class FileTotals:
 
 def collect(ledger: KeyLedger, totals: FileTotals, takes_writes: bool) -> TierStats:
     """A picture of now. Under the index's lock."""
-    groups = tuple(KeyGroupStats(level.group, level_stats(level, SECONDARY), level_stats(level, NVME)) for level in ledger.levels)
+    groups = tuple(KeyGroupStats(level.group, level_stats(level, SECONDARY), level_stats(level, NVME)) for level in ledger.allocators)
     counters = ledger.counters
     return TierStats(
         secondary=_total([group.secondary for group in groups]), nvme=_total([group.nvme for group in groups]), groups=groups,
-        hit_blocks={"secondary": counters.hit_blocks[SECONDARY], "nvme": counters.hit_blocks[NVME]},
-        stored_blocks=ledger.stored_blocks, loaded_blocks=ledger.loaded_blocks, known_blocks=ledger.known_blocks,
-        refused_blocks=ledger.refused_blocks, promoted_blocks=ledger.promoted_blocks, promoted_bytes=totals.promoted_bytes,
-        written_blocks=totals.written_blocks, written_bytes=totals.written_bytes, read_seconds=totals.read_seconds,
-        write_seconds=totals.write_seconds, dropped=counters.dropped, host_dropped=counters.host_dropped, lost=counters.lost,
+        hit_blocks=PerLevel(0, counters.hit_blocks[SECONDARY], counters.hit_blocks[NVME]),
+        missed_blocks=counters.missed, stored_blocks=ledger.stored_blocks, loaded_blocks=ledger.loaded_blocks,
+        known_blocks=ledger.known_blocks, refused_blocks=ledger.refused_blocks,
+        promoted_blocks=ledger.promoted_blocks, promoted_bytes=totals.promoted_bytes,
+        nvme_written_blocks=totals.written_blocks, nvme_written_bytes=totals.written_bytes, read_seconds=totals.read_seconds,
+        write_seconds=totals.write_seconds, dropped=counters.dropped, host_dropped=counters.host_dropped,
+        dropped_priority=counters.dropped_priority, lost=counters.lost,
         quarantined=counters.quarantined, checksum_failures=totals.checksum_failures, transfer_failures=totals.failures,
         requests=len(ledger.requests), leases=ledger.num_leases(), jobs=len(ledger.jobs), abandoned_jobs=len(ledger.abandoned),
         expired_jobs=ledger.expired_jobs, expired_lookups=ledger.expired_lookups, events_dropped=ledger.events.dropped,

@@ -17,6 +17,7 @@ from typing import Self
 import torch
 
 from kvtier.errors import ConfigError, RequestError, TransferError
+from kvtier.io.copy_tools import copy_tools
 from kvtier.io.cuda_stream import load_cuda
 from kvtier.io.device import EngineStream, open_device
 from kvtier.io.faults import FaultOperation
@@ -88,7 +89,7 @@ class TierWorker:
                 self._places.append(PagePlaces(slots.stride, plan.layout.rank_offset(number, rank), group.bytes_per_page,
                                                group.pages_per_block, slots.slots_per_piece))
                 self._copiers.append(HostPageCopier(tensors[number], slots) if self._device.name == "cpu"
-                                     else CudaPageCopier(load_cuda(), tensors[number], slots))
+                                     else CudaPageCopier(copy_tools(load_cuda(), self._device.name), tensors[number], slots))
             self._stores = self._device.stream("tier-store")
             try:
                 self._loads = self._device.stream("tier-load")
@@ -129,8 +130,18 @@ class TierWorker:
     def submit_load(self, job_id: int, group: int, pages: Sequence[int], slots: Sequence[int], *, skip_pages: int = 0,
                     after_stream: EngineStream | None = None) -> None:
         """Copy slots into pages; arguments and errors as of :meth:`submit_store`. It waits for the engine's stream too: the pages may
-        have readers."""
+        have readers. A load that failed may be submitted again, as long as nobody has reported it."""
         self._submit(job_id, group, pages, slots, skip_pages, after_stream, False)
+
+    def fail_store(self, job_id: int, group: int, slots: Sequence[int]) -> None:
+        """This rank will not copy anything for a job: the index need not wait for it, and its blocks are misses. Arguments as of
+        :meth:`submit_store`; RequestError for a job that is under way."""
+        self._check_numbers(job_id, group, slots)
+        with self._lock:
+            if job_id in self._jobs:
+                raise RequestError(f"job {job_id}: is under way already; abort it")
+            if not self._is_closed:
+                self._arena.board.note_ended(self.rank, job_id)
 
     def poll(self) -> list[WorkerResult]:
         """What has ended since the last call; each job once."""
@@ -153,7 +164,8 @@ class TierWorker:
                                             for job in self._jobs.values()), timeout)
 
     def abort(self, job_ids: Iterable[int], timeout: float) -> bool:
-        """Jobs of these that have not begun are not begun (they end with an error); wait for the others. False when time ran out."""
+        """These jobs end with an error: those that have not begun are not begun, and what others have copied is not served. Wait for
+        their end; False when time ran out."""
         wanted = set(job_ids)
         with self._lock:
             for number in wanted & self._jobs.keys():
@@ -217,9 +229,11 @@ class TierWorker:
             after += [other.event for other in self._jobs.values() if other.is_store != is_store and other.event is not None
                       and not job.pages.isdisjoint(other.pages)]
             self._jobs[job_id] = job
+            self._arena.board.note_begun(self.rank, job_id)
             try:
                 job.event = stream.submit(self._work(job, copier, runs), after, lambda event: self._over(job, event))
             except BaseException:
+                self._arena.board.note_ended(self.rank, job_id)
                 del self._jobs[job_id]
                 raise
 
@@ -237,6 +251,8 @@ class TierWorker:
     def _over(self, job: _Job, event: Event) -> None:
         """The job has ended. In shared memory first: whoever hears of it from the engine may look there at once."""
         error = event.error
+        if error is None and job.is_aborted:  # its pages may have been given to others while they were copied
+            error = TransferError(f"job {job.number}: aborted")
         if job.is_store and error is None:
             self._arena.board.note_whole(job.group, job.whole, 0 if self.plan.layout.is_replicated else self.rank, job.number)
         self._arena.board.note_ended(self.rank, job.number)
@@ -259,16 +275,19 @@ class TierWorker:
                 self._changed.wait(left)
         return True
 
-    def _check_job(self, job_id: int, group: int, pages: Sequence[int], slots: Sequence[int], skip_pages: int) -> None:
+    def _check_numbers(self, job_id: int, group: int, slots: Sequence[int]) -> None:
         layout = self.plan.layout
         if isinstance(job_id, bool) or not isinstance(job_id, int) or job_id < 0:
             raise RequestError(f"job_id={job_id!r}: pass the job_id of a plan")
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(layout.groups):
             raise RequestError(f"group={group!r}: this layout has groups 0..{len(layout.groups) - 1}")
-        per_block = layout.groups[group].pages_per_block
         num_slots = self.plan.host_slots[group]
         if not len(slots) or min(slots) < 0 or max(slots) >= num_slots or len(set(slots)) != len(slots):
             raise RequestError(f"job {job_id}: slots={list(slots)[:8]}: pass the plan's, different ones of 0..{num_slots - 1}")
+
+    def _check_job(self, job_id: int, group: int, pages: Sequence[int], slots: Sequence[int], skip_pages: int) -> None:
+        self._check_numbers(job_id, group, slots)
+        per_block = self.plan.layout.groups[group].pages_per_block
         if not len(pages) or min(pages) < 0 or max(pages) >= self._num_pages[group]:
             raise RequestError(f"job {job_id}: pages={list(pages)[:8]}: group {group} has pages 0..{self._num_pages[group] - 1}")
         filled = skip_pages + len(pages)

@@ -1,37 +1,38 @@
 """``TransferManager``: carries out the ledger's Moves and reports what finished (design: transfer rules).
 
-Moves between memories go to two streams, ordered by events. Moves with an NVMe end go to file threads and are confirmed
-on the host before any stream may depend on them. Nothing here knows blocks, queues or the tree.
+Moves between memories go to two streams, ordered by events; loads in pieces by layers, where that is worth it. Moves with an NVMe
+end go to file threads and are confirmed on the host before any stream may depend on them. Nothing here knows blocks, queues or the
+tree.
 """
 
 from __future__ import annotations
 
 import heapq
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError, TransferError
 from kvtier.io.copiers import DIRECT
-from kvtier.io.device import Device, EngineStream
+from kvtier.io.device import Device
 from kvtier.io.incident import Incident
-from kvtier.io.streams import Event, Stream
+from kvtier.io.streams import Event
 from kvtier.pools.group_pools import GroupMemory
+from kvtier.pools.layout import LayerGroup
 from kvtier.pools.nvme_geometry import NvmeGeometry
-from kvtier.pools.pool_index import NVME, PRIMARY, PoolIndex, level_of, pool_index, slot_of
+from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, PoolIndex, level_of, pool_index, slot_of
 from kvtier.tiering.copy_batch import CopyBatch, FaultPoint
 from kvtier.tiering.debug_path import DebugPath
 from kvtier.tiering.direct_writes import DirectWrites
 from kvtier.tiering.file_workers import BlockStore, FileWorkers, cancelled
 from kvtier.tiering.ledger.moves import Discard, Move
-from kvtier.tiering.order_check import OrderCheck
 from kvtier.tiering.routes import Routes
-from kvtier.tiering.transfer_graph import NodeState, TransferGraph, TransferNode, Work
+from kvtier.tiering.transfer_graph import NodeState, TransferNode, Work
 from kvtier.tiering.transfer_results import CompletionQueue, MoveResult, TransferCounters
-from kvtier.tiering.transfer_waiting import as_exception, deadline_of, is_over, is_past_files, seconds_left, waits_for_file
+from kvtier.tiering.transfer_waiting import TransferWaiting
 
 if TYPE_CHECKING:
     from kvtier.io.gds import GdsPath
@@ -44,7 +45,7 @@ MAX_BATCH_BYTES: Final = 128 << 20
 """A batch of copies ends here, so that what waits for one of its first blocks does not wait for a gigabyte."""
 
 
-class TransferManager:
+class TransferManager(TransferWaiting):
     """Two copy streams, reader threads, a writer thread, and the order between them.
 
     Thread-safe. One lock guards the order; nothing is copied, read, written or waited for while it is held.
@@ -61,6 +62,7 @@ class TransferManager:
         debug: the way through files of a request's own; None without one. It is started and closed here.
         check_order: look at the order of all accesses a second time; LedgerError where nothing orders two of them.
         write_bytes_per_second: to which the store spreads its writes out: taking that long is not hanging. None: it does not.
+        layer_pieces: into how many pieces, by layers, a copy from the secondary to the primary level is cut at most.
 
     Raises:
         ConfigError: fewer than one read thread or staging block, no memory for the staging blocks, or no thread to be had.
@@ -69,25 +71,21 @@ class TransferManager:
     def __init__(self, device: Device, pools: Sequence[GroupMemory], store: BlockStore | None, *,
                  faults: FaultPoint | None = None, read_threads: int = 2, staging_blocks: int = 4, staging_bytes: int = 0,
                  gds: GdsPath | None = None, debug: DebugPath | None = None, check_order: bool = False,
-                 write_bytes_per_second: float | None = None) -> None:
+                 write_bytes_per_second: float | None = None, layer_pieces: int = 1) -> None:
         if read_threads < 1 or staging_blocks < 1:
             raise ConfigError(f"read_threads={read_threads}, staging_blocks={staging_blocks}: both must be at least 1, "
                               "or nothing would ever be read from NVMe")
-        self._device = device
+        super().__init__(device, len(pools), check_order)
         self._block_bytes = [pool.group.block_bytes for pool in pools]
+        self._layers = [pool.group.layers if isinstance(pool.group, LayerGroup) else range(1) for pool in pools]  # of the model
         self._faults = faults
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._graph = TransferGraph(len(pools))
-        self._check = OrderCheck() if check_order else None
+        self._layer_pieces = layer_pieces
         self._open: dict[int, CopyBatch] = {}
+        self._full: list[CopyBatch] = []
         self._ready: list[TransferNode] = []
         self._completed = CompletionQueue([pool.group for pool in pools])
         self._listeners: tuple[Callable[[], None], ...] = ()
-        self._outstanding = 0
         self._sequence = 0
-        self._closing = False
-        self._abandoned = False
         self._failed_copies = Incident(_log)
         self._files: FileWorkers | None = None
         self._debug = debug
@@ -182,22 +180,48 @@ class TransferManager:
             return
         batch.add(node)
         if len(batch.nodes) * self._block_bytes[node.group] >= MAX_BATCH_BYTES:
-            self._submit(batch)
+            if self._is_cut(batch):  # submitted with what follows in this call: first the front layers of all
+                self._full.append(self._open.pop(route))
+            else:
+                self._submit(batch)
+
+    def _is_cut(self, batch: CopyBatch) -> bool:
+        """Whether a batch may go in pieces: loads from the secondary level, for which a forward pass may be waiting."""
+        return self._layer_pieces > 1 and batch.route & 15 == PRIMARY << 2 | SECONDARY
 
     def _submit(self, batch: CopyBatch) -> None:
         """Give a batch to its stream; what was held back for these nodes may start. Lock held."""
         if self._open.get(batch.route) is batch:
             del self._open[batch.route]
+        elif batch in self._full:
+            self._full.remove(batch)
+        self._submit_together([batch])
+
+    def _submit_together(self, batches: Sequence[CopyBatch]) -> None:
+        """Give batches to their streams, piece by piece in the order in which the model will use their layers. Lock held."""
         if self._abandoned:  # the pools may be gone
-            for node in batch.nodes:
+            for node in [node for batch in batches for node in batch.nodes]:
                 node.error = node.error or cancelled(node)
                 self._finish(node)
             return
+        pieces: list[tuple[int, int, int]] = []
+        for position, batch in enumerate(batches):
+            batch.plan(self._layer_pieces if self._is_cut(batch) else 1)
+            layers = self._layers[batch.nodes[0].group]
+            firsts = (0, *batch.layer_ends[:-1])
+            pieces += [(layers[first], position, number) for number, first in enumerate(firsts)]
+        for _layer, position, number in sorted(pieces):
+            self._submit_piece(batches[position], number)
+
+    def _submit_piece(self, batch: CopyBatch, number: int) -> None:
         self._sequence += 1
-        batch.plan()
-        event = batch.stream.submit(batch.run, tuple(batch.after), lambda event: self._copies_over(batch, event))
+        event = batch.stream.submit(partial(batch.run, number), () if number else tuple(batch.after),
+                                    lambda _event: self._piece_over(batch, number))
+        batch.submitted(self._sequence, event)
         if self._check is not None:
-            self._check.copies(batch, event)
+            self._check.copies(batch)
+        if number + 1 < len(batch.layer_ends):
+            return
         for node in batch.nodes:
             node.event = event
             node.stream = batch.stream
@@ -237,26 +261,34 @@ class TransferManager:
 
     def _submit_all(self) -> None:
         """Start what became free, lowest number first, and submit what is still open. Lock held."""
-        while self._ready or self._open:
+        while self._ready or self._open or self._full:
             if self._ready:
                 self._start(heapq.heappop(self._ready))
-            else:
-                self._submit(next(iter(self._open.values())))
+                continue
+            batch = next((batch for batch in self._open.values() if not self._is_cut(batch)), None)
+            if batch is not None:
+                self._submit(batch)
+                continue
+            loads = [*self._full, *self._open.values()]
+            self._full.clear()
+            self._open.clear()
+            self._submit_together(loads)
 
     # -- finishing, called by streams and file threads -------------------------------------------------------------------
 
-    def _copies_over(self, batch: CopyBatch, event: Event) -> None:
+    def _piece_over(self, batch: CopyBatch, number: int) -> None:
         with self._lock:
-            share = batch.seconds / len(batch.nodes)
-            for node in batch.nodes:
-                if event.error is not None and node.error is None:
-                    node.error = as_exception(event.error)
-                node.seconds += share
-                self._finish(node)
-            if batch.staging_slot >= 0:
-                self._routes.staging_of(batch.nodes[0]).give_back(batch.staging_slot)
+            is_last = number + 1 == len(batch.layer_ends)
+            batch.over(number)
+            if is_last:
+                share = batch.seconds / len(batch.nodes)
+                for node in batch.nodes:
+                    node.seconds += share
+                    self._finish(node)
+                if batch.staging_slot >= 0:
+                    self._routes.staging_of(batch.nodes[0]).give_back(batch.staging_slot)
             self._changed.notify_all()
-        if batch.failure is not None:
+        if is_last and batch.failure is not None:
             self._failed_copies.warn("copies between memories fail, what they carried is computed again: %s", batch.failure)
         self._tell_listeners()
 
@@ -291,7 +323,7 @@ class TransferManager:
             except Exception:
                 _log.exception("a transfer listener failed")
 
-    # -- reporting and waiting ---------------------------------------------------------------------------------------------
+    # -- reporting -------------------------------------------------------------------------------------------------------
 
     def drain(self) -> list[MoveResult]:
         """What has finished since the last call, in order of completion; each Move exactly once."""
@@ -307,112 +339,15 @@ class TransferManager:
         with self._lock:
             self._listeners = tuple(listener for listener in self._listeners if listener != callback)
 
-    def pending_files(self, group: int, indices: Iterable[PoolIndex]) -> bool:
-        """Whether a file has to be read (or written) before what is pending on these slots can be put on a stream.
-
-        While this is True no stream may be ordered behind these slots.
-        """
-        with self._lock:
-            return any(waits_for_file(node) for node in self._graph.pending(group, indices))
-
-    def wait(self, group: int, indices: Iterable[PoolIndex], timeout: float | None) -> bool:
-        """Wait until the writes pending on these slots now are over, file reads included, and their results can be drained.
-
-        Returns:
-            False when ``timeout`` seconds were not enough, or when the manager was closed without them.
-        """
-        with self._lock:
-            return self._wait_locked(self._graph.pending_writes(group, indices), is_over, deadline_of(timeout))
-
-    def wait_for_files(self, group: int, indices: Iterable[PoolIndex], timeout: float | None) -> bool:
-        """Wait until ``pending_files`` is False: a copy out of such a slot that is held behind a file keeps the engine from
-        writing to it, too.
-
-        Returns:
-            False when ``timeout`` seconds were not enough, or when the manager was closed without that.
-        """
-        with self._lock:
-            return self._wait_locked(self._graph.pending(group, indices), is_past_files, deadline_of(timeout))
-
-    def order_before_engine(self, engine_stream: EngineStream | None, group: int, indices: Iterable[PoolIndex],
-                            timeout: float | None) -> bool:
-        """Let the engine use these slots only after every read and write pending on them now.
-
-        On CUDA the engine's stream waits; on the CPU this call does, and the results can be drained when it returns. What
-        still waits for a file is waited for on the host (``pending_files`` says so before).
-
-        Returns:
-            False when ``timeout`` seconds were not enough; the engine must not use the slots then.
-        """
-        deadline = deadline_of(timeout)
-        with self._lock:
-            indices = list(indices)
-            nodes = self._graph.pending(group, indices)
-            since = 0 if self._check is None else self._check.num_uses
-            if not nodes:
-                self._engine_begins((), group, indices, since)
-                return True
-            if not self._wait_locked(nodes, is_past_files, deadline):
-                return False
-            # On one stream the last event stands for all before it.
-            last: dict[Stream, TransferNode] = {}
-            for node in nodes:
-                if node.stream is not None and node.state is not NodeState.DONE \
-                        and (node.stream not in last or last[node.stream].sequence < node.sequence):
-                    last[node.stream] = node
-            events = [node.event for node in last.values() if node.event is not None]
-            self._engine_begins(events, group, indices, since)
-        if not self._device.engine_waits(engine_stream, events, seconds_left(deadline)):
-            return False
-        if not all(event.is_done() for event in events):
-            return True  # the device waits for them
-        with self._lock:
-            return self._wait_locked(nodes, is_over, deadline)
-
-    def order_after_engine(self, engine_stream: EngineStream | None) -> None:
-        """Copies issued from now on wait for what the engine has enqueued so far."""
-        event = self._device.engine_event(engine_stream)
-        if self._check is not None:
-            with self._lock:
-                self._check.engine_ends((self._offload.name, self._onboard.name), event.is_done())
-        if event.is_done():
-            return
-        with self._lock:
-            if not self._closing:
-                for stream in (self._offload, self._onboard):
-                    stream.submit(_nothing, (event,))
-
-    def _engine_begins(self, events: Iterable[Event], group: int, indices: Iterable[PoolIndex], since: int) -> None:
-        if self._check is not None:
-            self._check.engine_begins(events, [(group, index) for index in indices], since)
-            self._check.raise_if_violated()
-
-    def _wait_locked(self, nodes: list[TransferNode], reached: Callable[[TransferNode], bool], deadline: float | None) -> bool:
-        """Wait until all nodes have reached a state. Lock held, and given up while waiting."""
-        while True:
-            nodes = [node for node in nodes if not reached(node)]
-            if not nodes:
-                return True
-            left = seconds_left(deadline)
-            if self._abandoned or (left is not None and left <= 0.0):
-                return False
-            self._changed.wait(left)
-
-    def idle(self, timeout: float | None) -> bool:
-        """Wait until everything issued has finished; False when ``timeout`` seconds were not enough."""
-        deadline = deadline_of(timeout)
-        with self._lock:
-            while self._outstanding:
-                left = seconds_left(deadline)
-                if self._abandoned or (left is not None and left <= 0.0):
-                    return False
-                self._changed.wait(left)
-            return True
-
     def stats(self) -> dict[str, TransferCounters]:
         """Counters by "source->destination" level names, such as ``"secondary->primary"``; routes never used are absent."""
         with self._lock:
             return self._completed.counters()
+
+    @property
+    def copy_paths(self) -> Mapping[str, str]:
+        """By direction ("host to device"), how copies of many units go on this device; empty where there is nothing to choose."""
+        return self._routes.copy_paths
 
     def verify(self) -> None:
         """With ``check_order``, raise LedgerError when nothing ordered two uses of a slot."""
@@ -473,6 +408,3 @@ class TransferManager:
             return True
         return False
 
-
-def _nothing() -> None:
-    """Work that only marks a place in a stream."""

@@ -20,7 +20,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvtier import __version__
+from kvtier.cli_config import config as config_commands
 from kvtier.cli_store import store
+from kvtier.cli_top import top
 from kvtier.cli_tune import add_commands
 from kvtier.errors import ConfigError, KVTierError, RequestError
 from kvtier.exit_codes import CHECK_FAILED, INTERRUPTED, TERMINATED, USED_WRONGLY
@@ -30,6 +32,8 @@ app = typer.Typer(name="kvtier", no_args_is_help=True, add_completion=False, pre
 bench = typer.Typer(no_args_is_help=True, help="Measure this machine: the limit first, then kvtier beside it.")
 app.add_typer(bench, name="bench")
 app.add_typer(store, name="store")
+app.add_typer(config_commands, name="config")
+app.command()(top)
 add_commands(app)  # replay, tune
 
 

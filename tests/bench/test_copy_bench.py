@@ -97,7 +97,7 @@ def test_a_copy_that_was_not_carried_out_is_noticed(tmp_path: Path, monkeypatch:
         if not 6 < calls <= 9:
             genuine(self, pairs, num_tokens)
 
-    monkeypatch.setattr(CopyBatch, "plan", lambda _: None)  # or the copier would be asked for its calls beforehand
+    monkeypatch.setattr(CopyBatch, "plan", lambda *_: None)  # or the copier would be asked for its calls beforehand
     monkeypatch.setattr(HostCopier, "copy", lazy_in_the_third_round)
     figures = tmp_path / "copy.json"
     assert run_copy(figures, plan=SMALL_BLOCKS) == 1
@@ -109,7 +109,7 @@ def test_a_failed_copy_makes_its_row_invalid(monkeypatch: pytest.MonkeyPatch, ca
     def fail(self: HostCopier, pairs: Sequence[tuple[int, int]], num_tokens: int = 0) -> None:
         raise RuntimeError("the bus is on fire")
 
-    monkeypatch.setattr(CopyBatch, "plan", lambda _: None)  # or the copier would be asked for its calls beforehand
+    monkeypatch.setattr(CopyBatch, "plan", lambda *_: None)  # or the copier would be asked for its calls beforehand
     monkeypatch.setattr(HostCopier, "copy", fail)
     assert run_copy(plan=SMALL_BLOCKS) == 1
     assert "the bus is on fire" in " ".join(capsys.readouterr().out.split())

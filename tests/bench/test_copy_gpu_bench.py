@@ -70,7 +70,7 @@ def test_a_copy_that_was_not_carried_out_is_noticed(monkeypatch: pytest.MonkeyPa
         calls += 1
         copy(self, pairs if calls < 12 else pairs[:-1], num_tokens)
 
-    monkeypatch.setattr(CopyBatch, "plan", lambda _: None)  # or the copier would be asked for its calls beforehand
+    monkeypatch.setattr(CopyBatch, "plan", lambda *_: None)  # or the copier would be asked for its calls beforehand
     monkeypatch.setattr(HostCopier, "copy", sometimes)
     assert measure_gpu_copies(SMALL_BLOCKS, device="cpu").invalid
 

@@ -11,7 +11,7 @@ from kvtier.bench import integrity_damage
 from kvtier.bench.integrity import IntegrityPlan, run_integrity
 from kvtier.bench.integrity_child import POINTS
 from kvtier.errors import ConfigError
-from kvtier.io import manifest
+from kvtier.io import manifest_reading
 from kvtier.io.direct_file import Buffer
 from kvtier.io.nvme_store import NvmeStore
 
@@ -57,7 +57,7 @@ def test_a_wrong_byte_is_an_exit_code_of_1(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_index_that_becomes_shorter_without_a_word_is_an_exit_code_of_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "claimed_frames", lambda path: 0)
+    monkeypatch.setattr(manifest_reading, "claimed_frames", lambda path: 0)
     code, written = measure(tmp_path, IntegrityPlan(0, 0, 4, 0, 0))
     assert code == 1
     [entry] = written["config"]["invalid"]

@@ -10,8 +10,10 @@ import torch
 from typer.testing import CliRunner
 
 from kvtier.bench import kernels as kernels_bench
+from kvtier.bench import kernels_gpu
 from kvtier.bench import report as report_module
 from kvtier.bench.kernels import KernelsPlan, run_kernels
+from kvtier.bench.kernels_gpu import GpuDecodePlan, measure_gpu_decode
 from kvtier.bench.plot import panels_of
 from kvtier.cli import app
 from kvtier.errors import ConfigError
@@ -92,3 +94,16 @@ def test_the_usual_batch_is_that_of_the_documented_figure() -> None:
     assert (plan.sequences, plan.tokens) == (32, 4096)
     assert plan.page_tokens == (16, 32, 64, 128)
     assert plan.rounds >= 7
+
+
+def test_the_gpu_figures_have_a_row_for_each_page_and_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = GpuDecodePlan(sequences=3, tokens=64, heads=2, head_dim=16, groups=(1, 3), page_tokens=(16, 32), rounds=2)
+    names = [f"kernels/decode/bfloat16/{size}/r{ratio}" for size in ("1KiB", "2KiB") for ratio in (1, 3)]
+    report = measure_gpu_decode(plan, "cpu")
+    assert [row.name for row in report.rows] == names
+    assert all(row.limit is not None and row.limit.name == "device copy, bytes read and written" for row in report.rows)
+    genuine = kernels_gpu.attention_decode
+    monkeypatch.setattr(kernels_gpu, "attention_decode", lambda *arguments, **keywords: genuine(*arguments, **keywords) * 1.1)
+    assert list(measure_gpu_decode(plan, "cpu").invalid) == names
+    with pytest.raises(ConfigError, match="whole pages"):
+        measure_gpu_decode(GpuDecodePlan(tokens=100), "cpu")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.bench import ledger as ledger_bench
-from kvtier.bench import ledger_growth, ledger_workloads
+from kvtier.bench import ledger_growth, ledger_keys, ledger_workloads
 from kvtier.bench.ledger import run_ledger
 from kvtier.bench.ledger_growth import size_of
 from kvtier.bench.ledger_memory import bytes_per_block
@@ -27,7 +27,7 @@ TINY = LedgerPlan(rounds=3, seconds=30.0, match_tokens=1024, branch_every=4, ins
 ROWS = ["ledger/W1", "ledger/W1/ready", "ledger/W1/list", "ledger/W1S", "ledger/W1S/ready", "ledger/W2", "ledger/W2/list",
         "ledger/W2/events-read", "ledger/W2/events-off", "ledger/W3", "ledger/W3/events-read", "ledger/W3/events-off",
         "ledger/W3/offload", "ledger/W3/64", "ledger/W3/64/events-read", "ledger/W3/64/events-off", "ledger/W3/64/offload",
-        "ledger/W4", "ledger/W5", "ledger/W6", "ledger/growth/32", "ledger/growth/64", "ledger/growth/ratio",
+        "ledger/W4", "ledger/W5", "ledger/W6", "ledger/W6/keys", "ledger/growth/32", "ledger/growth/64", "ledger/growth/ratio",
         "ledger/growth/siblings/2", "ledger/growth/siblings/8", "ledger/growth/siblings/ratio", "ledger/growth/bytes-per-block"]
 
 
@@ -94,7 +94,7 @@ def test_a_match_that_finds_too_little_makes_the_rows_invalid_and_the_exit_code_
     assert code == 1
     assert invalid(written)["ledger/W1"] == "blocks matched: 30, expected 31"
     assert {"ledger/W1S", "ledger/W2", "ledger/W3", "ledger/W3/offload", "ledger/W5", "ledger/growth/32"} <= invalid(written).keys()
-    assert {row["name"] for row in written["results"]} == {"ledger/W4", "ledger/W6", *ROWS[-4:]}
+    assert {row["name"] for row in written["results"]} == {"ledger/W4", "ledger/W6", "ledger/W6/keys", *ROWS[-4:]}
 
 
 def test_events_that_leave_blocks_out_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +193,16 @@ def test_a_memory_process_that_fails_makes_the_row_invalid(tmp_path: Path, monke
     assert "0 blocks are cached, expected 100" in invalid(written)["ledger/growth/bytes-per-block"]
 
 
+def test_a_host_tier_that_does_not_find_all_its_blocks_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "ledger/W6")
+    genuine = ledger_keys.KeyLedger
+    monkeypatch.setattr(ledger_keys, "KeyLedger", lambda num_blocks, rules, max_events: genuine([(2, 0)], rules, max_events=max_events))
+    code, written = measure(tmp_path)
+    assert code == 1
+    assert "blocks loaded and evicted" in invalid(written)["ledger/W6/keys"]
+    assert "ledger/W6" not in invalid(written)
+
+
 def test_sizes_are_named_in_short() -> None:
     assert [size_of(blocks) for blocks in (32, 1024, 65_536, 102_400, 1_024_000)] == ["32", "1k", "64k", "100k", "1M"]
 
@@ -206,5 +216,6 @@ def test_vllm_beside_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert rows[name]["peers"]["vllm"] > 0.0
         assert rows[f"{name}/vllm"]["median"] > 0.0
     assert set(rows["ledger/W2/events-read"]["peers"]) == {"vllm", "vllm-events"}
-    assert set(rows["ledger/W6"]["peers"]) == {"vllm-lru", "vllm-arc"}
+    for name in ("ledger/W6", "ledger/W6/keys"):
+        assert set(rows[name]["peers"]) == {"vllm-lru", "vllm-arc"}
     assert rows["ledger/W3/offload"]["peers"] == {}

@@ -44,14 +44,15 @@ def busy(engine: torch.cuda.Stream) -> Iterator[None]:
 class GpuRig:
     """A transfer manager over pools of ``num_blocks`` blocks on both levels."""
 
-    def __init__(self, group: LayerGroup, num_blocks: int = 8, store: BlockStore | None = None, staging_blocks: int = 3) -> None:
+    def __init__(self, group: LayerGroup, num_blocks: int = 8, store: BlockStore | None = None, staging_blocks: int = 3,
+                 layer_pieces: int = 1) -> None:
         self.group = group
         self.num_blocks = num_blocks
         self.device = open_device("cuda")
         self.primary = PrimaryPool(group, num_blocks, self.device.name)
         self.secondary = HostArena(num_blocks, group.block_bytes, pin=True)
         self.pools = GroupPools(group, self.primary, self.secondary)
-        self.transfers = TransferManager(self.device, [self.pools], store, staging_blocks=staging_blocks)
+        self.transfers = TransferManager(self.device, [self.pools], store, staging_blocks=staging_blocks, layer_pieces=layer_pieces)
         self.results: dict[int, MoveResult] = {}
         self._number = 0
 

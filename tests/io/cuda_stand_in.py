@@ -15,6 +15,7 @@ import random
 import threading
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 _BROKEN = 700  # cudaErrorIllegalAddress, and every call returns it from then on
 
@@ -87,13 +88,13 @@ class Runtime:
                 self._streams[stream].append(("wait", (self._recorded[event],)))
 
     def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None:
-        self._enqueue_copy("memcpyAsync", stream, (dst, size, src, size, size, 1))
+        self.enqueue("memcpyAsync", stream, (dst, size, src, size, size, 1))
 
     def memcpy2DAsync(self, dst: int, dpitch: int, src: int, spitch: int, width: int, height: int, kind: int,
                       stream: int) -> None:
         if width > min(dpitch, spitch):
             raise CudaError("cudaErrorInvalidPitchValue")
-        self._enqueue_copy("memcpy2DAsync", stream, (dst, dpitch, src, spitch, width, height))
+        self.enqueue("memcpy2DAsync", stream, (dst, dpitch, src, spitch, width, height))
 
     def hostRegister(self, address: int, size: int, flags: int) -> None:
         self.registered[address] = size
@@ -101,7 +102,7 @@ class Runtime:
     def hostUnregister(self, address: int) -> None:
         del self.registered[address]
 
-    def _enqueue_copy(self, name: str, stream: int, arguments: tuple[int, ...]) -> None:
+    def enqueue(self, name: str, stream: int, arguments: tuple[int, ...]) -> None:
         self._check()
         if self.refuse_copies is not None:
             raise CudaError(self.refuse_copies)
@@ -158,3 +159,37 @@ class StandInCuda:
 
     def Device(self, device: int) -> AbstractContextManager[object]:
         return nullcontext()
+
+
+class StandInBatch:
+    """In place of ``BatchCopy``: its copies are carried out in any order."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.counts: list[int] = []
+        self.refuses: Exception | None = None
+
+    def copy(self, destinations: Any, sources: Any, sizes: Any, stream: int) -> None:
+        assert destinations.dtype == sources.dtype == sizes.dtype == "uint64"
+        assert sizes.all(), "CUDA refuses a copy of nothing"
+        if self.refuses is not None:
+            raise self.refuses
+        self.counts.append(len(sizes))
+        entries = list(zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True))
+        random.Random(len(entries)).shuffle(entries)
+        for to_address, from_address, size in entries:
+            self._runtime.enqueue("batch", stream, (to_address, size, from_address, size, size, 1))
+
+
+class StandInKernel:
+    """In place of ``RowKernel``."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.counts: list[int] = []
+
+    def copy(self, destination: Any, source: Any, pairs: Any, num_layers: int, num_bytes: int, stream: int) -> None:
+        self.counts.append(len(pairs) * num_layers)
+        for from_row, to_row in pairs:
+            self._runtime.enqueue("kernel", stream, (destination.address + to_row * destination.stride, destination.layer_stride,
+                                                     source.address + from_row * source.stride, source.layer_stride, num_bytes, num_layers))

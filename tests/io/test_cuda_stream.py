@@ -16,7 +16,10 @@ import pytest
 
 from kvtier.errors import ConfigError, TransferError
 from kvtier.io.copiers import open_copiers
-from kvtier.io.cuda_copier import CudaCopier, CudaMemory, CudaRowCopier
+from kvtier.io.copy_tools import CopyTools
+from kvtier.io.cuda_copier import CudaCopier
+from kvtier.io.cuda_memory import CudaMemory
+from kvtier.io.cuda_row_copier import CudaRowCopier
 from kvtier.io.cuda_stream import CudaStream, current_handle
 from kvtier.io.device import CudaDevice, open_device
 from kvtier.pools.group_pools import GroupPools
@@ -206,11 +209,11 @@ def test_cuda_copies_move_the_same_bytes_as_host_copies(
 def test_no_cuda_copy_crosses_the_border_of_two_registrations(cuda: Any, stream: CudaStream) -> None:
     memory = np.zeros((8, 512), np.uint8)
     pairs = [(slot, slot) for slot in range(8)]
-    whole = CudaMemory(memory.ctypes.data, 512, 8, 0)
-    pieces = CudaMemory(memory.ctypes.data, 512, 8, 3)
+    whole = CudaMemory(memory.ctypes.data, 512, 512, 8, 0, on_host=True)
+    pieces = CudaMemory(memory.ctypes.data, 512, 512, 8, 3, on_host=True)
     for source, destination in ((whole, pieces), (pieces, whole)):
         cuda.runtime.calls.clear()
-        copier = CudaRowCopier(cuda, source, destination, 512)
+        copier = CudaRowCopier(CopyTools(cuda.runtime), source, destination, 512, 1)
         stream.submit(lambda copier=copier: copier.copy(pairs, current_handle()))  # type: ignore[misc]
         assert len(cuda.runtime.calls) == 3
 

@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parent))  # importlib mode puts no folder the
 from cuda_stand_in import StandInCuda
 
 from kvtier.io.checksum import block_checksum
+from kvtier.io.copy_tools import CopyTools
 from kvtier.io.cuda_copier import CudaCopier
 from kvtier.io.cuda_stream import CudaStream
 from kvtier.io.gds import DeviceRowMemory, require_right_checksum
@@ -64,10 +65,10 @@ def test_copies_between_pool_and_rows_hit_the_right_slots(group: LayerGroup) -> 
     content = torch.randint(0, 256, (6, group.block_bytes), dtype=torch.uint8)
     pool.rows.copy_(content)
     stream = CudaStream(cuda, 0, "test")
-    stream.submit(lambda: CudaCopier(cuda, pool, arena, group).copy([(0, 3), (1, 4), (5, 0)])).wait()
+    stream.submit(lambda: CudaCopier(CopyTools(cuda.runtime), pool, arena, group).copy([(0, 3), (1, 4), (5, 0)])).wait()
     assert torch.equal(arena.rows[[3, 4, 0]], content[[0, 1, 5]])
     pool.rows.zero_()
-    stream.submit(lambda: CudaCopier(cuda, arena, pool, group).copy([(3, 5), (4, 2)])).wait()
+    stream.submit(lambda: CudaCopier(CopyTools(cuda.runtime), arena, pool, group).copy([(3, 5), (4, 2)])).wait()
     assert torch.equal(pool.rows[[5, 2]], content[[0, 1]])
     assert stream.close(5.0)
 

@@ -14,8 +14,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TransferError
+from kvtier.io import copiers, cuda_row_copier
 from kvtier.io.copiers import HostCopier, open_copiers
+from kvtier.io.copy_paths import CopyPath, CopyPaths, Direction
+from kvtier.io.copy_tools import CopyTools
 from kvtier.io.cuda_stream import CudaStream
 from kvtier.io.device import CudaDevice
 from kvtier.pools.group_pools import GroupPools
@@ -39,8 +42,8 @@ GROUPS = {
 ROUTES = [(destination, source) for destination in (PRIMARY, SECONDARY) for source in (PRIMARY, SECONDARY, NVME)]
 
 
-def group_of(name: str) -> LayerGroup:
-    return KVLayout([GROUPS[name]] * 2, "float32", TOKENS).groups[0]
+def group_of(name: str, layers: int = 2) -> LayerGroup:
+    return KVLayout([GROUPS[name]] * layers, "float32", TOKENS).groups[0]
 
 
 class Place:
@@ -80,7 +83,8 @@ class Place:
 def block_after(group: LayerGroup, before: np.ndarray, data: np.ndarray, num_tokens: int) -> np.ndarray:
     """A block after a copy of ``data``, from the description of what a block holds (not from its sections)."""
     spec, layers = group.spec, group.num_layers
-    if not 0 < num_tokens < TOKENS or spec.kind == "recurrent":
+    is_packed = group.dtype == "uint8" and spec.scale_bytes > 0   # numbers of 4 bits go whole
+    if not 0 < num_tokens < TOKENS or spec.kind == "recurrent" or is_packed:
         return data.copy()
     size = {"float32": 4, "bfloat16": 2, "uint8": 1}[group.dtype]
     fields = [(layers * spec.kv_factor, spec.head_dim)] if not group.is_split else [(layers, spec.head_dim), (layers, spec.value_dim)]
@@ -115,6 +119,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaStream]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "cuda_stand_in", module)
     spec.loader.exec_module(module)
     cuda = module.StandInCuda(3)
     monkeypatch.setitem(sys.modules, "cupy", cuda)
@@ -150,9 +155,9 @@ def test_every_section_of_a_block_arrives_from_and_in_a_layer_first_pool(
 def test_a_batch_of_blocks_of_a_layer_first_pool_is_one_call() -> None:
     group = KVLayout([LayerSpec.attention(2, 128, dtype="bfloat16")] * 4, "bfloat16", TOKENS).groups[0]  # 4 layers of 4 KiB
     pools = GroupPools(group, PrimaryPool(group, SLOTS, "cpu", layer_first=True), HostArena(SLOTS, group.block_bytes, pin=False))
-    copiers = open_copiers(pools, None, "cpu")
+    table = open_copiers(pools, None, "cpu")
     for route, pairs in (((SECONDARY, PRIMARY), [(5, 2), (1, 3), (7, 4)]), ((PRIMARY, SECONDARY), [(2, 5), (3, 1), (4, 7)])):
-        copier = copiers[route]
+        copier = table[route]
         assert isinstance(copier, HostCopier)
         assert len(copier.plan(pairs)) == 1
 
@@ -164,24 +169,23 @@ def test_what_a_layer_first_pool_does_not_have_it_says() -> None:
         _ = pool.pages
 
 
-def test_a_layer_first_pool_on_cuda_is_refused() -> None:
-    place = Place(group_of("plain"), layer_first=True)
-    with pytest.raises(ConfigError, match="on the CPU only"):
-        open_copiers(place.pools, place.staging, "cuda:0")
+@pytest.fixture(params=["block-first", "layer-first"])
+def either(request: pytest.FixtureRequest, place: Place) -> Place:
+    return place if request.param == "block-first" else Place(place.group, layer_first=True)
 
 
 @QUIET
 @given(route=st.sampled_from(ROUTES), pairs=PAIRS, num_tokens=st.integers(-1, TOKENS + 1))
 def test_the_cuda_twin_copies_the_same_bytes_on_the_stand_in(
-        place: Place, stream: CudaStream, route: tuple[int, int], pairs: list[tuple[int, int]], num_tokens: int) -> None:
-    copier = open_copiers(place.pools, place.staging, "cuda:0")[route]
+        either: Place, stream: CudaStream, route: tuple[int, int], pairs: list[tuple[int, int]], num_tokens: int) -> None:
+    copier = open_copiers(either.pools, either.staging, "cuda:0")[route]
 
     def copy(pairs: list[tuple[int, int]], num_tokens: int) -> None:
         event = stream.submit(lambda: copier.copy(pairs, num_tokens))
         assert event.wait(5.0)
         assert event.error is None
 
-    check(place, copy, route, pairs, num_tokens)
+    check(either, copy, route, pairs, num_tokens)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 2])
@@ -196,10 +200,150 @@ def test_a_slot_outside_copies_no_section(place: Place, pair: tuple[int, int], n
 
 def test_a_run_of_neighbours_is_one_copy_for_each_section_and_one_in_all_between_host_memories(stream: CudaStream) -> None:
     place = Place(group_of("all"))
-    copiers = open_copiers(place.pools, place.staging, "cuda:0")
+    table = open_copiers(place.pools, place.staging, "cuda:0")
     pairs = [(0, 4), (1, 5), (2, 6)]
     for route, copies in (((SECONDARY, PRIMARY), 4), ((PRIMARY, NVME), 4), ((SECONDARY, NVME), 1)):
         calls = sys.modules["cupy"].runtime.calls  # type: ignore[attr-defined]
         calls.clear()
-        assert stream.submit(lambda route=route: copiers[route].copy(pairs)).wait(5.0)  # type: ignore[misc]
+        assert stream.submit(lambda route=route: table[route].copy(pairs)).wait(5.0)  # type: ignore[misc]
         assert len(calls) == copies
+
+
+# -- some of the layers --------------------------------------------------------------------------------------------------
+
+LAYERS = 3
+RANGES = st.sampled_from([(0, 1), (1, 2), (2, 3), (0, 2), (1, 3), (0, 3)])
+INTO_PRIMARY = [route for route in ROUTES if PRIMARY in route and route != (PRIMARY, PRIMARY)]
+
+
+@pytest.fixture(params=[(name, layer_first) for name in GROUPS for layer_first in (False, True)],
+                ids=lambda param: f"{param[0]}-{'layer' if param[1] else 'block'}-first")
+def layered(request: pytest.FixtureRequest) -> Place:
+    name, layer_first = request.param
+    return Place(group_of(name, LAYERS), layer_first)
+
+
+def check_layers(place: Place, copier: Any, route: tuple[int, int], pairs: list[tuple[int, int]], layers: tuple[int, int]) -> None:
+    """Exactly these layers of exactly these blocks have been copied, in every section."""
+    destination, source = route
+    expected = place.all()
+    before = expected[source].copy()
+    for section in place.group.sections:
+        size = section.num_bytes // LAYERS
+        columns = slice(section.offset + layers[0] * size, section.offset + layers[1] * size)
+        for from_slot, to_slot in pairs:
+            expected[destination][to_slot, columns] = before[from_slot, columns]
+    copier(pairs, layers)
+    for level, rows in expected.items():
+        np.testing.assert_array_equal(place.now(level), rows, err_msg=LEVEL_NAMES[level])
+
+
+@QUIET
+@given(route=st.sampled_from(INTO_PRIMARY), pairs=PAIRS, layers=RANGES)
+def test_some_layers_of_blocks_arrive_and_the_others_stay(
+        layered: Place, route: tuple[int, int], pairs: list[tuple[int, int]], layers: tuple[int, int]) -> None:
+    copier = open_copiers(layered.pools, layered.staging, "cpu")[route]
+    check_layers(layered, lambda pairs, layers: copier.copy(pairs, layers=layers), route, pairs, layers)
+
+
+@QUIET
+@given(route=st.sampled_from(INTO_PRIMARY), pairs=PAIRS, layers=RANGES)
+def test_the_cuda_twin_copies_the_same_layers_on_the_stand_in(
+        layered: Place, stream: CudaStream, route: tuple[int, int], pairs: list[tuple[int, int]], layers: tuple[int, int]) -> None:
+    copier = open_copiers(layered.pools, layered.staging, "cuda:0")[route]
+
+    def copy(pairs: list[tuple[int, int]], layers: tuple[int, int]) -> None:
+        event = stream.submit(lambda: copier.copy(pairs, layers=layers))
+        assert event.wait(5.0)
+        assert event.error is None
+
+    check_layers(layered, copy, route, pairs, layers)
+
+
+@pytest.fixture(params=[CopyPath.BATCH, CopyPath.KERNEL], ids=lambda path: path.name.lower())
+def many_units_by(request: pytest.FixtureRequest, stream: CudaStream, monkeypatch: pytest.MonkeyPatch) -> CopyTools:
+    """The stand-in's device copies many units like this."""
+    module, cuda = sys.modules["cuda_stand_in"], sys.modules["cupy"]
+    tools = CopyTools(cuda.runtime, module.StandInBatch(cuda.runtime), module.StandInKernel(cuda.runtime),
+                      CopyPaths(dict.fromkeys(Direction, ((1, request.param),))))
+    monkeypatch.setattr(copiers, "copy_tools", lambda *_: tools)
+    return tools
+
+
+@QUIET
+@given(route=st.sampled_from(ROUTES), pairs=PAIRS, layers=RANGES)
+def test_every_path_brings_the_same_bytes(layered: Place, stream: CudaStream, many_units_by: CopyTools, route: tuple[int, int],
+                                          pairs: list[tuple[int, int]], layers: tuple[int, int]) -> None:
+    copier = open_copiers(layered.pools, layered.staging, "cuda:0")[route]
+
+    def copy(pairs: list[tuple[int, int]], layers: tuple[int, int]) -> None:
+        whole = layers == (0, LAYERS)
+        event = stream.submit(lambda: copier.copy(pairs) if whole else copier.copy(pairs, layers=layers))
+        assert event.wait(5.0)
+        assert event.error is None
+
+    check_layers(layered, copy, route, pairs, layers)
+
+
+def test_many_units_take_the_path_that_was_chosen_and_one_run_takes_none(stream: CudaStream, many_units_by: CopyTools) -> None:
+    place = Place(group_of("plain", LAYERS))
+    copier = open_copiers(place.pools, place.staging, "cuda:0")[PRIMARY, SECONDARY]
+    assert stream.submit(lambda: copier.copy([(0, 4), (1, 5), (2, 6)], layers=(0, 2))).wait(5.0)
+    assert sys.modules["cupy"].runtime.calls == ["memcpy2DAsync"]  # type: ignore[attr-defined]
+    assert stream.submit(lambda: copier.copy([(0, 6), (3, 5)], layers=(0, 2))).wait(5.0)
+    chosen: Any = many_units_by.batch if many_units_by.paths.path(Direction.UP, 1) is CopyPath.BATCH else many_units_by.kernel
+    assert chosen.counts == [2]
+
+
+def test_a_path_that_fails_is_left_and_the_copy_is_made_all_the_same(
+        stream: CudaStream, many_units_by: CopyTools, caplog: pytest.LogCaptureFixture) -> None:
+    path = many_units_by.paths.path(Direction.UP, 1)
+    broken = StandInBroken()
+    many_units_by.batch = many_units_by.kernel = broken  # type: ignore[assignment]
+    place = Place(group_of("plain", LAYERS))
+    copier = open_copiers(place.pools, place.staging, "cuda:0")[PRIMARY, SECONDARY]
+
+    def copy(pairs: list[tuple[int, int]], layers: tuple[int, int]) -> None:
+        assert stream.submit(lambda: copier.copy(pairs, layers=layers)).wait(5.0)
+
+    for _ in range(2):
+        check_layers(place, copy, (PRIMARY, SECONDARY), [(0, 6), (3, 5)], (0, 2))
+    assert broken.calls == 1
+    assert len(caplog.records) == 1
+    assert "not today" in many_units_by.missing[path]
+
+
+class StandInBroken:
+    """A path that does not work."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def copy(self, *_: Any) -> None:
+        self.calls += 1
+        raise TransferError("not today")
+
+
+@pytest.mark.parametrize(("layer_first", "pairs", "calls"), [
+    (False, [(0, 4), (1, 5), (2, 6)], ["memcpy2DAsync"]),                # a run: a line for each block
+    (False, [(0, 4), (2, 6)], ["memcpyAsync"] * 2),
+    (True, [(0, 4), (2, 6)], ["memcpy2DAsync"] * 2),                     # a line for each layer
+    (True, [(0, 4), (1, 5), (2, 6), (3, 7)], ["memcpy2DAsync"] * 2),     # a longer run: a line for each block, a call for each layer
+], ids=str)
+def test_a_piece_takes_few_calls_of_cuda(stream: CudaStream, layer_first: bool, pairs: list[tuple[int, int]], calls: list[str]) -> None:
+    place = Place(group_of("plain", LAYERS), layer_first)
+    copier = open_copiers(place.pools, None, "cuda:0")[PRIMARY, SECONDARY]
+    assert stream.submit(lambda: copier.copy(pairs, layers=(1, 3))).wait(5.0)
+    assert sys.modules["cupy"].runtime.calls == calls  # type: ignore[attr-defined]
+
+
+def test_lines_too_far_apart_for_cuda_are_copied_layer_by_layer(stream: CudaStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(group_of("plain", LAYERS), layer_first=True)
+    copier = open_copiers(place.pools, None, "cuda:0")[PRIMARY, SECONDARY]
+    monkeypatch.setattr(cuda_row_copier, "MAX_PITCH", SLOTS * 256 - 1)  # of a layer of 8 blocks
+
+    def copy(pairs: list[tuple[int, int]], layers: tuple[int, int]) -> None:
+        assert stream.submit(lambda: copier.copy(pairs, layers=layers)).wait(5.0)
+
+    check_layers(place, copy, (PRIMARY, SECONDARY), [(0, 4)], (0, 3))
+    assert sys.modules["cupy"].runtime.calls == ["memcpyAsync"] * 3  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,12 +109,26 @@ def same_bits() -> Callable[[torch.Tensor, torch.Tensor], bool]:
     return compare
 
 
+@contextmanager
+def reference_or_not(enabled: bool) -> Iterator[None]:
+    use_reference(enabled)
+    try:
+        yield
+    finally:
+        use_reference(False)
+
+
+@pytest.fixture(scope="session")
+def reference_switch() -> Callable[[bool], AbstractContextManager[None]]:
+    """``with reference_switch(True):`` every kernel is its reference, with all checks on."""
+    return reference_or_not
+
+
 @pytest.fixture
 def reference_kernels() -> Iterator[None]:
     """Within a test every kernel is its reference, with all checks on."""
-    use_reference(True)
-    yield
-    use_reference(False)
+    with reference_or_not(True):
+        yield
 
 
 @pytest.fixture(scope="session")

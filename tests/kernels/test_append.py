@@ -63,6 +63,20 @@ def test_keys_with_heads_in_front_are_written_as_they_are(paged, same_bits):
     assert same_bits(batch.blocks, expected.blocks)
 
 
+@pytest.mark.parametrize("head_dim", [3, 8])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 1, 3, 2), (3, 1, 0, 2), (2, 0, 1, 3)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+def test_pages_may_lie_in_memory_in_any_order(paged, same_bits, head_dim, order, dtype):
+    batch, expected = paged([7, 2], head_dim=head_dim), paged([7, 2], head_dim=head_dim).write_without_kernel()
+    shape = batch.pages.shape
+    memory = torch.full([shape[axis] for axis in order], float("nan"), dtype=torch.float16).to(dtype)
+    pages = memory.permute([order.index(axis) for axis in range(4)])
+    key, value, sequences, positions = all_tokens(batch)
+    key, value = key.to(torch.float16), value.to(torch.float16)
+    write_kv(pages, key, value, batch.table, sequences, positions, **batch.address)
+    assert same_bits(pages.contiguous(), expected.pages.to(torch.float16).to(dtype))
+
+
 def test_a_token_of_no_sequence_is_skipped(paged, same_bits):
     batch, expected = paged([3, 2]), paged([3, 2]).write_without_kernel()
     key, value, sequences, positions = all_tokens(batch)

@@ -191,7 +191,7 @@ def test_scales_that_do_not_belong_to_the_pages_are_refused(poison, same_bits, s
 
 
 def test_pages_of_floating_point_numbers_take_no_scale_and_others_no_integers(poison):
-    with pytest.raises(RequestError, match=r"key_scale=2\.0 with pages of a floating-point dtype"):
+    with pytest.raises(RequestError, match=r"key_scale=2\.0 with a floating-point dtype"):
         StoredPages.of("test", torch.zeros(4, 1, 4, 8), key_scale=2.0)
     with pytest.raises(RequestError, match="pages has dtype int32"):
         StoredPages.of("test", torch.zeros(4, 1, 4, 8, dtype=torch.int32))

@@ -102,6 +102,12 @@ def test_an_entry_outside_the_pool_is_found_in_any_sequence(bad):
     assert out.isfinite().all(), "behind a sequence's end nobody looks"
 
 
+def test_a_plan_of_another_device_is_refused():
+    batch = AttentionBatch([9])
+    with pytest.raises(RequestError, match="the plan is on meta, the query on cpu"):
+        attention_prefill_batch(batch.queries(3), batch.pages, batch.table, PrefillPlan([0, 3], [6], device="meta"), **batch.how)
+
+
 def test_causality_is_the_same_in_plan_and_visibility():
     batch = AttentionBatch([9])
     with pytest.raises(RequestError, match=r"a plan with is_causal=False and visibility\.is_causal=True"):

@@ -35,7 +35,9 @@ def test_every_byte_lands_at_its_flat_place(same_bits, blocks, tokens_per_block,
     key_slots = place // tokens_per_block * block_bytes + place % tokens_per_block * key_bytes
     scale_slots = place // tokens_per_block * block_bytes + tokens_per_block * key_bytes + place % tokens_per_block * 4
     skipped = torch.rand(tokens, generator=generator) < 0.2
-    key_slots[skipped] = -1
+    is_key = torch.rand(tokens, generator=generator) < 0.5   # whichever slot says so, both are skipped
+    key_slots[skipped & is_key] = -1
+    scale_slots[skipped & ~is_key] = -7
     keys = torch.randint(0, 256, (tokens, key_bytes), dtype=torch.uint8, generator=generator)
     scales = torch.randn(tokens, generator=generator)
     flat = cache.flatten().clone()

@@ -58,7 +58,7 @@ def test_both_parts_become_one_row_and_nothing_else_changes(poison, same_bits, s
     ({"pages": torch.zeros(12, 2, 16, 80)}, "pages has shape (12, 2, 16, 80)"),
     ({"positions": torch.tensor([0, 1, 32])}, "positions[2]=32 (sequence 0)"),
     ({"first_writable": torch.tensor([1, 0])}, "positions[0]=0 (sequence 0) lies in a block that others share"),
-    ({"scale": 2.0}, "key_scale=2.0 with pages of a floating-point dtype"),
+    ({"scale": 2.0}, "key_scale=2.0 with a floating-point dtype"),
     ({"pages": torch.zeros(12, 1, 16, 40, dtype=torch.uint8), "scale_pages": torch.zeros(12, 1, 16, 4, dtype=torch.uint8)},
      "scale_pages has shape (12, 1, 16, 4): pass [pages, 1, tokens_per_block, dim / 16] = [12, 1, 16, 5]"),
     ({"pages": torch.zeros(12, 1, 16, 40, dtype=torch.uint8), "scale_pages": torch.zeros(12, 1, 16, 5, dtype=torch.uint8),

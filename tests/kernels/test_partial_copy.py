@@ -58,6 +58,15 @@ def test_no_tokens_or_too_many_mean_the_whole_block(same_bits, num_tokens, copie
     assert same_bits(destination, expected)
 
 
+@pytest.mark.usefixtures("reference_kernels")
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_the_reference_does_the_same(same_bits, num_tokens):
+    destination, source = random_blocks(tokens_first=True, seed=1), random_blocks(seed=2)
+    expected = expected_copy(destination, source, [(0, 5), (3, 1)], num_tokens or 4)
+    copy_partial_blocks(destination, source, [(0, 5), (3, 1)], num_tokens)
+    assert same_bits(destination, expected)
+
+
 def test_blocks_of_one_pool_are_copied_to_others(same_bits):
     pool = random_blocks()
     expected = expected_copy(pool, pool.clone(), [(0, 1), (0, 2), (3, 4)], 2)

@@ -227,6 +227,31 @@ def test_the_coldest_content_is_listed_in_the_order_in_which_it_would_be_given_u
     assert levels.queues.coldest(PRIMARY, 81, 100) == []
 
 
+def test_a_level_s_handles_enter_at_once_as_they_would_one_by_one() -> None:
+    records = [QueueRecord() for _ in range(6)]
+    queues = EvictionQueues(2)
+    queues.add_never_used(records[:3], SECONDARY)
+    queues.add_empty_last(records[3], SECONDARY)
+    queues.add_never_used(records[4:], SECONDARY)
+    queues.add_never_used([], PRIMARY)
+    assert queues.members(SECONDARY) == records
+    assert (queues.free, queues.evictable) == ([0, 6], [0, 0])
+    queues.claim(records[4])
+    assert queues.members(SECONDARY) == [*records[:4], records[5]]
+    with pytest.raises(AssertionError):
+        queues.add_never_used([records[0]], SECONDARY)
+
+
+def test_what_was_found_at_start_is_newest_and_its_expiry_is_awaited(levels: Level8And4) -> None:
+    found = QueueRecord()
+    found.expires_at = 5.0
+    found.priority = 35
+    levels.queues.add_newest(found, PRIMARY)
+    assert levels.queues.members(PRIMARY)[-1] is found
+    assert [record for record, _ in levels.queues.refresh(6.0)] == [found]
+    assert levels.queues.members(PRIMARY)[-1] is found
+
+
 def test_content_is_counted_by_priority(levels: Level8And4) -> None:
     levels.claim_front()
     levels.release(0, priority=80)

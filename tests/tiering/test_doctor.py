@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +27,12 @@ def _no_settings_around(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("KVTIER_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that pretend to have a GPU have none to measure."""
+    monkeypatch.setattr(doctor, "measured_elsewhere", lambda device: ({}, "nobody asked"))
 
 
 def line(report: Report, name: str) -> Finding:
@@ -246,3 +253,64 @@ def test_gpudirect_that_is_required_fails_without_a_gpu_or_a_folder(tmp_path: Pa
     assert "no NVIDIA device" in line(examine(tmp_path), "GPUDirect").found
     assert "no folder" in line(examine(), "GPUDirect").found
     assert not examine(tmp_path).ok
+
+
+# -- ranks ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_several_ranks_are_told_who_they_are_and_what_the_sizes_come_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(finding.name != "ranks" for finding in examine(tmp_path).findings)
+    monkeypatch.setenv("KVTIER_NUM_RANKS", "2")
+    monkeypatch.setenv("KVTIER_RANK", "1")
+    monkeypatch.setenv("KVTIER_HOST_CACHE_SIZE", "1024")
+    found = line(examine(tmp_path), "ranks")
+    assert found.status is Status.OK
+    assert found.found.startswith("rank 1 of 2; primary: 90% of what is free; secondary: 1.00 KiB (1024 bytes) of each rank, 2.00 KiB")
+    assert found.found.endswith(f"its store is {tmp_path}/rank-1-of-2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_made_for_other_ranks_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rank-0-of-2").mkdir()
+    for number in ("1", "4"):
+        monkeypatch.setenv("KVTIER_NUM_RANKS", number)
+        found = line(examine(tmp_path), "ranks")
+        assert (found.status, "holds stores of 2 ranks" in found.found) == (Status.FAIL, True)
+
+
+def test_what_all_ranks_want_of_a_drive_is_compared_with_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "free_disk_bytes", lambda folder: 3 * GIB)
+    for key, value in {"NVME": "1536MiB", "SECONDARY": "1MiB", "NVME_DIRECTORY": str(tmp_path), "NVME_FREE_SPACE_RESERVE": "0B"}.items():
+        monkeypatch.setenv(f"KVTIER_{key}", value)
+    assert line(examine(), "free space").status is Status.OK
+    monkeypatch.setenv("KVTIER_NUM_RANKS", "3")
+    assert "nvme wants 4.50 GiB" in line(examine(), "free space").found
+    monkeypatch.setenv("KVTIER_SIZE_SCOPE", "total")
+    assert line(examine(), "free space").status is Status.OK
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("said", "status", "found"), [
+    (({"host to device": "kernel, one batch from 64 KiB", "device to host": "one batch"}, ""), Status.OK,
+     "host to device: kernel, one batch from 64 KiB; device to host: one batch"),
+    (({}, "the driver is too old"), Status.WARN, "a call for each piece, nothing else was measured: the driver is too old"),
+])
+def test_how_a_gpu_copies_is_what_another_process_has_measured(
+        monkeypatch: pytest.MonkeyPatch, said: tuple[dict[str, str], str], status: Status, found: str) -> None:
+    monkeypatch.setattr(doctor, "_gpu", lambda: GPU)
+    monkeypatch.setattr(doctor, "measured_elsewhere", lambda device: said)
+    finding = line(examine(), "copies")
+    assert (finding.status, finding.found) == (status, found)
+
+
+def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_gpu", lambda: NO_GPU)
+    monkeypatch.setattr(doctor, "measured_elsewhere", lambda device: pytest.fail("there is no GPU"))
+    assert line(examine(), "copies").status is Status.OK
+
+
+def test_a_doctor_needs_no_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", "import sys, kvtier.tiering.doctor; sys.exit('torch' in sys.modules)"], check=False)
+    assert done.returncode == 0, "a torch that cannot be imported is something a doctor has to say"

@@ -149,8 +149,9 @@ def test_what_was_accepted_is_stored_moved_down_and_read_back_like_any_other_tok
         with cache.step(None, [1]) as ids:
             row = cache.block_table(ids).numpy().copy()[0]
             sequence.extend_states(engine.model)
-            engine._attend(1, sequence, row)
-            engine._compute(sequence, row, len(sequence.tokens))
+            for layer in range(len(cache.layout.layers)):
+                engine._attend(1, sequence, row, layer)
+                engine._compute(sequence, row, len(sequence.tokens), layer)
             end = len(sequence.tokens)
             states = [sequence.state] * 4
             for draft, (token, parent) in enumerate(((5, -1), (6, -1), (7, 1), (8, 2))):

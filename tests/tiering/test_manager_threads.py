@@ -17,6 +17,7 @@ from toy_engine import MakeCache, ToyEngine, tokens_of
 
 from kvtier import CapacityError, KVCacheManager, KVLayout, Level, Request, RequestError, TransferError
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
+from kvtier.tiering.copy_batch import WHOLE
 
 pytestmark = [pytest.mark.usefixtures("no_failed_callbacks"), pytest.mark.timeout(60)]
 
@@ -160,7 +161,7 @@ def test_moves_that_are_about_to_be_issued_count_as_pending(make_cache: MakeCach
 
     def look_and_issue(records: Sequence[Any]) -> None:
         indices = [block.index for block in cache._ledger.sequences[2].blocks]
-        arrived.append(cache._has_arrived(indices))
+        arrived.append(cache._has_arrived([indices], [WHOLE]))
         issue(records)
 
     monkeypatch.setattr(cache.transfers, "issue", look_and_issue)

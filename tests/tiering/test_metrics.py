@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tier_rig import TierRig, keys
 from toy_engine import PROMPT, MakeCache, ToyEngine, WarmCache, fails, tokens_of
 
 import kvtier
@@ -271,7 +272,20 @@ def test_the_dashboard_asks_for_metrics_and_labels_that_exist() -> None:
     assert all(panel["targets"] and panel["title"] and panel["description"] for panel in panels)
 
 
-def test_a_manager_shows_every_metric_of_the_table(make_cache: MakeCache, serve: Any) -> None:
+def test_a_manager_and_an_index_together_show_every_metric_of_the_table(make_cache: MakeCache, serve: Any) -> None:
     cache: KVCacheManager = make_cache(8, 4, 16)
-    scrape = Scrape(serve(cache).url)
-    assert set(scrape.families) == {metric.name for metric in (UP, INFO, *METRICS)}
+    with TierRig() as rig:
+        rig.store(keys(3))
+        rig.load(keys(3))
+        stats = rig.index.stats()
+        of_index = Scrape(serve(rig.index).url)
+        assert of_index("kvtier_engine_stored_blocks_total") == stats.stored_blocks == 3
+        assert of_index("kvtier_hit_blocks_total", level="secondary") == stats.hit_blocks.secondary > 0
+        assert of_index.sum("kvtier_blocks", level="secondary") == stats.secondary.max_blocks
+        assert of_index.sum("kvtier_dropped_blocks_total") == stats.dropped
+        assert of_index("kvtier_offloaded_bytes_total", source="secondary", destination="nvme") == stats.nvme_written_bytes
+        assert of_index("kvtier_onboarded_blocks_total", source="nvme", destination="secondary") == stats.promoted_blocks
+        assert "kvtier_hit_tokens" not in of_index.families
+    of_manager = Scrape(serve(cache).url)
+    assert not any(name.startswith("kvtier_engine") for name in of_manager.families)
+    assert {*of_manager.families, *of_index.families} == {metric.name for metric in (UP, INFO, *METRICS)}

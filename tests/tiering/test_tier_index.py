@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tier_rig import PLAIN, TierRig, key, keys, on_nvme, until
 
-from kvtier import TierConfig, TierIndex
+from kvtier import TierConfig, TierIndex, TierWorker
 from kvtier.errors import ConfigError, KVTierError, RequestError
+from kvtier.io import job_board
 from kvtier.pools.page_layout import PageGroup, PageLayout
+from kvtier.tiering import tier_index_core
 from kvtier.tiering.tier_messages import KeyState
 from kvtier.types import Level
 
@@ -98,6 +101,14 @@ def test_a_store_that_lacks_pages_is_not_served_unless_they_are_states() -> None
         assert rig.states(keys(2), 1) == [KeyState.HIT, KeyState.HIT]
 
 
+def test_a_store_whose_last_block_is_short_serves_the_others() -> None:
+    with TierRig(PageLayout([PageGroup([512], 4)])) as rig:
+        plan = rig.index.plan_store("writer", keys(2))
+        rig.workers[0].submit_store(plan.job_id, 0, rig.fill(0, keys(2))[:-1], plan.slots)
+        assert rig.finish(plan.job_id) == 1
+        assert rig.states(keys(2)) == [KeyState.HIT, KeyState.MISS]
+
+
 def test_a_load_may_leave_out_the_first_pages() -> None:
     with TierRig(PageLayout([PageGroup([512, 300], 4)])) as rig:
         rig.store(keys(2))
@@ -148,7 +159,7 @@ def test_what_has_left_the_host_level_comes_back_from_nvme(tmp_path: Path) -> No
         rig.store(keys(4, prompt=1))
         plan = rig.load(keys(4))
         assert set(plan.levels) == {Level.NVME}
-        assert rig.index.stats().hit_blocks == {"secondary": 0, "nvme": 4}
+        assert rig.index.stats().hit_blocks == (0, 0, 4)
 
 
 def test_a_prefix_longer_than_the_host_level_still_hits(tmp_path: Path) -> None:
@@ -175,23 +186,37 @@ def test_a_request_that_others_leave_no_room_is_told_to_ask_again_and_then_that_
         assert len(rig.load(keys(4)).keys) == 4
 
 
-def test_asking_again_costs_no_scan_while_nothing_has_changed(tmp_path: Path) -> None:
-    with TierRig(**on_nvme(tmp_path)) as rig:
-        rig.store(keys(3))
+def test_the_version_says_when_an_answer_may_be_another() -> None:
+    with TierRig() as rig:
+        rig.store(keys(2))
         first = rig.index.lookup("reader", keys(3))
         version = rig.index.version
-        ledger: Any = rig.index._ledger
-        scanned: list[bytes] = []
-        whole = type(ledger).state
-        ledger_state = lambda request, group, name: scanned.append(name) or whole(ledger, request, group, name)  # noqa: E731
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(ledger), "state", lambda self, *rest: ledger_state(*rest))
-            assert rig.index.lookup("reader", keys(3)) == first
-            assert not scanned
-            rig.store([key(77)])
-            rig.index.lookup("reader", keys(3))
-            assert len(scanned) == 3
+        assert rig.index.lookup("reader", keys(3)) == first
+        assert rig.index.version == version
+        rig.store(keys(3), request="other")
         assert rig.index.version > version
+        assert rig.index.lookup("reader", keys(3)).num_hits == 3
+
+
+def test_a_bad_block_is_found_while_nothing_else_is_done(tmp_path: Path) -> None:
+    settings = on_nvme(tmp_path)
+    with TierRig(**settings | {"faults": "nvme.write.bit_flip=1.0"}) as rig:
+        rig.store(keys(2))
+        assert rig.index.flush(10)
+    with TierRig(**settings | {"nvme_scrub_bandwidth": "1GiB/s"}) as rig:
+        until(lambda: rig.index.stats().quarantined == 2)
+        assert rig.states(keys(2)) == [KeyState.MISS] * 2
+
+
+def test_an_idle_engine_that_steps_while_there_is_work_leaves_a_warm_nvme_level(tmp_path: Path) -> None:
+    settings = on_nvme(tmp_path, write_ahead_share=1.0)
+    with TierRig(**settings) as rig:
+        rig.store(keys(5))
+        assert rig.index.has_work, "there is something to write ahead"
+        rig.settle()
+        assert rig.index.stats().nvme_written_blocks == 5
+    with TierRig(**settings) as rig:
+        assert rig.look_up(keys(5)) == 5
 
 
 def test_a_restart_finds_what_was_flushed(tmp_path: Path) -> None:
@@ -214,7 +239,7 @@ def test_content_kept_off_nvme_never_reaches_it_and_a_request_kept_off_it_finds_
         rig.store(keys(2), request="private")
         rig.store(keys(2, prompt=1))
         assert rig.index.flush(10)
-        assert rig.index.stats().written_blocks == 2
+        assert rig.index.stats().nvme_written_blocks == 2
         rig.store(keys(4, prompt=2))
         assert rig.states([key(0)]) == [KeyState.MISS]
         assert rig.look_up(keys(2, prompt=1), request="private") == 0
@@ -227,7 +252,7 @@ def test_prefetch_raises_blocks_without_a_lease(tmp_path: Path) -> None:
         assert rig.index.flush(10)
         rig.store(keys(4, prompt=1))
         assert rig.index.prefetch(keys(4)) == 4
-        until(lambda: not rig.index.poll() and not rig.index.has_work)
+        rig.settle()
         assert rig.index.stats().leases == 0
         assert rig.states(keys(4)) == [KeyState.HIT] * 4
 
@@ -239,7 +264,7 @@ def test_an_abort_takes_back_reads_that_have_not_begun(tmp_path: Path) -> None:
         rig.store(keys(12, prompt=1))
         rig.index.lookup("reader", keys(12))
         rig.index.abort("reader")
-        until(lambda: rig.index.stats() is not None and not rig.index.has_work)
+        rig.settle()
         assert rig.index.stats().promoted_blocks <= 4, "four are read at a time with one thread"
         assert rig.index.stats().leases == 0
 
@@ -353,6 +378,7 @@ def test_too_little_host_memory_is_named_per_rank_and_in_total() -> None:
 @pytest.mark.parametrize(("settings", "message"), [
     ({"secondary": "50%"}, "different amounts free"),
     ({"secondary": "2 blocks", "primary": "8 blocks"}, "engine owns its pool"),
+    ({"secondary": "2 blocks", "num_ranks": 2}, "engine owns its pool"),
     ({"secondary": "2 blocks", "gds": "required"}, "through host memory"),
     ({"secondary": ["2 blocks", "2 blocks"]}, "2 sizes for 1 groups"),
 ])
@@ -381,3 +407,27 @@ def test_bad_arguments_are_refused_and_change_nothing() -> None:
         index.begin_request("r")
         with pytest.raises(RequestError, match="active already"):
             index.begin_request("r")
+
+
+def test_an_arena_that_was_there_before_its_workers_is_unlinked_by_a_step() -> None:
+    config = TierConfig(secondary="2 blocks")
+    with TierIndex(PLAIN, config, engine_id="test-index-first") as index:
+        assert index.arena_path.exists()
+        pages = [torch.zeros(2, size, dtype=torch.uint8) for size in PLAIN.groups[0].tensor_page_bytes]
+        with TierWorker(index.plan, "cpu", 0, [pages]):
+            index.poll()
+            assert not index.arena_path.exists()
+
+
+def test_a_job_that_is_still_under_way_keeps_its_place_on_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (job_board, tier_index_core):
+        monkeypatch.setattr(module, "MAX_JOBS", 4)
+    with TierRig() as rig:
+        slow = rig.index.plan_store("writer", keys(1))
+        rig.index.reset()
+        numbers = [rig.store(keys(1, prompt=number), request=f"{number}").job_id for number in range(1, 10)]
+        assert all((number - slow.job_id) % 4 for number in numbers)
+        rig.submit_store(slow, keys(1))
+        assert rig.index.wait([slow.job_id], 10)
+        rig.index.poll()
+        assert rig.index.stats().abandoned_jobs == 0

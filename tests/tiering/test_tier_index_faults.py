@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tier_rig import PLAIN, TierRig, keys, on_nvme, until
+from tier_rig import PLAIN, TierRig, keys, on_nvme
 
 from kvtier.errors import TransferError
 from kvtier.pools.page_layout import PageGroup, PageLayout
@@ -95,6 +95,19 @@ def test_a_reset_that_cannot_wait_for_a_write_says_so_and_nothing_old_is_served(
         assert rig.look_up(keys(3)) == 0
 
 
+def test_a_reset_lasts_over_a_restart_also_where_no_row_could_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise TransferError("the rows cannot be deleted")
+
+    with TierRig(**on_nvme(tmp_path)) as rig:
+        rig.store(keys(3))
+        assert rig.index.flush(10)
+        monkeypatch.setattr(rig.index.store, "discard", refuse)
+        rig.index.reset()
+    with TierRig(**on_nvme(tmp_path)) as rig:
+        assert rig.look_up(keys(3)) == 0
+
+
 def test_calls_from_several_threads_leave_a_whole_ledger(tmp_path: Path) -> None:
     with TierRig(PageLayout([PageGroup(200)]), num_pages=256, **on_nvme(tmp_path, secondary="12 blocks")) as rig:
         failures: list[BaseException] = []
@@ -152,7 +165,7 @@ def test_a_random_life_on_bad_days_serves_right_bytes_and_holds_nothing_at_its_e
                     rig.index.reset()
                 rig.index.poll()
                 rig.index.end_request(request)
-            until(lambda: rig.index.stats() is not None and not rig.index.has_work)
+            rig.settle()
             rig.index.verify()
             stats = rig.index.stats()
             assert (stats.leases, stats.jobs, stats.abandoned_jobs, stats.secondary.used_blocks) == (0, 0, 0, 0)

@@ -112,7 +112,6 @@ def test_bytes_travel_between_processes_and_a_worker_that_is_killed_costs_only_w
         engine_id: str, remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_index_core, "GONE_SECONDS", 0.05)
     with TierIndex(LAYOUT, TierConfig(**CONFIG), engine_id=engine_id) as index:
-        index.poll()
         assert not index.arena_path.exists(), "all ranks have opened it"
         plan = index.plan_store("writer", keys(3))
         assert remote.tell("store", plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from kvtier.errors import ConfigError, RequestError, TransferError
 from kvtier.io.faults import FaultOperation
 from kvtier.io.shared_arena import SharedArena
 from kvtier.pools.page_layout import PageGroup, PageLayout
+from kvtier.tiering import tier_worker
 from kvtier.tiering.tier_plan import TierPlan
 from kvtier.types import Level
 
@@ -117,7 +119,7 @@ def test_a_load_into_pages_that_an_old_store_reads_comes_after_it(worker: TierWo
     assert worker.wait([0, 1, 2], 10)
 
 
-def test_an_aborted_job_that_has_not_begun_is_not_begun_and_says_so(worker: TierWorker, gate: Gate) -> None:
+def test_an_aborted_job_ends_with_an_error_also_when_its_copy_went_on(worker: TierWorker, gate: Gate) -> None:
     worker.submit_store(0, 0, [0, 1], [0])
     worker.submit_store(1, 0, [2, 3], [1])
     until(lambda: gate.waiting == 1)
@@ -125,7 +127,43 @@ def test_an_aborted_job_that_has_not_begun_is_not_begun_and_says_so(worker: Tier
     gate.opened.set()
     assert worker.abort([0, 1], 10)
     results = {result.job_id: result.success for result in worker.poll()}
-    assert results == {0: True, 1: False}
+    assert results == {0: False, 1: False}
+
+
+def test_what_an_aborted_store_copied_is_not_served(gate: Gate) -> None:
+    with TierRig(worker_faults=gate) as rig:
+        made = rig.index.plan_store("writer", keys(2))
+        rig.submit_store(made, keys(2))
+        until(lambda: gate.waiting == 1)
+        assert not rig.workers[0].abort([made.job_id], 0.0)
+        rig.fill(0, keys(2, prompt=9))  # the engine has given the pages away
+        gate.opened.set()
+        assert rig.workers[0].wait([made.job_id], 10)
+        assert rig.index.complete(made.job_id) == 2
+        assert rig.index.stats().secondary.used_blocks == 0
+
+
+def test_a_rank_can_say_that_it_copies_nothing_for_a_job() -> None:
+    with TierRig() as rig:
+        made = rig.index.plan_store("writer", keys(2))
+        rig.workers[0].fail_store(made.job_id, made.group, made.slots)
+        assert rig.index.complete(made.job_id) == 2
+        assert rig.index.stats().secondary.used_blocks == 0
+
+
+def test_a_load_that_failed_may_be_made_again() -> None:
+    with TierRig() as rig:
+        rig.store(keys(1))
+        rig.look_up(keys(1))
+        made = rig.index.plan_load("reader", keys(1))
+        rig.workers[0]._faults = Broken()
+        rig.workers[0].submit_load(made.job_id, 0, [5], made.slots)
+        rig.workers[0].wait([made.job_id], 10)
+        assert not rig.workers[0].poll()[0].success
+        rig.workers[0]._faults = None
+        rig.workers[0].submit_load(made.job_id, 0, [5], made.slots)
+        rig.finish(made.job_id)
+        rig.check(0, keys(1), [5])
 
 
 def test_the_engine_goes_on_only_behind_the_jobs_it_names(worker: TierWorker, gate: Gate) -> None:
@@ -206,38 +244,62 @@ def test_a_rank_is_there_once_and_within_the_plan() -> None:
 # -- the same code before a stand-in for CUDA --------------------------------------------------------------------------------
 
 
-def stand_in() -> Any:
+@pytest.fixture(params=range(3))
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Streams that make progress in any order that events leave them."""
     path = Path(__file__).parent.parent / "io" / "cuda_stand_in.py"
     spec = importlib.util.spec_from_file_location("cuda_stand_in", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    made = module.StandInCuda(request.param)
+    made.cuda = made
+    monkeypatch.setitem(sys.modules, "cupy", made)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", made)
+    monkeypatch.setattr(tier_worker, "_checked", lambda plan, device, tensors: [members[0].shape[0] for members in tensors])
+    return made
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_on_cuda_copies_are_ordered_by_events_and_right(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    from kvtier.io.cuda_stream import CudaStream
-    from kvtier.io.page_copier import CudaPageCopier, HostPageCopier, PagePlaces, page_runs
-    from kvtier.pools.host_arena import HostArena
+def test_on_cuda_copies_come_behind_the_engine_and_are_right(cuda: Any) -> None:
+    layout = PageLayout([PageGroup([256, 128], 2)])
+    engine = cuda.Stream(non_blocking=True)
+    pages = tensors(layout, 16)
+    original = [member.clone() for member in pages[0]]
+    made = TierWorker(plan(layout, "4 blocks"), "cuda", 0, pages)
+    try:
+        assert sum(cuda.runtime.registered.values()) == 4 * 4096, "the arena is pinned"
+        late = torch.full((1, 256), 77, dtype=torch.uint8)
+        for _ in range(60):  # the engine is busy
+            cuda.runtime.memcpyAsync(late.data_ptr(), late.data_ptr(), 256, 4, engine.ptr)
+        cuda.runtime.memcpyAsync(pages[0][0][3].data_ptr(), late.data_ptr(), 256, 4, engine.ptr)  # what it is still computing
+        original[0][3] = 77
+        made.submit_store(0, 0, [0, 1, 3, 4], [2, 1], after_stream=engine)
+        made.submit_store(1, 0, [9], [0], skip_pages=1, after_stream=engine)
+        assert made.wait([0, 1], 20)
+        made.submit_load(2, 0, [10, 11, 13, 14], [2, 1], after_stream=engine)
+        made.submit_load(3, 0, [15], [0], skip_pages=1, after_stream=engine)
+        assert made.wait([2, 3], 20)
+        assert all(result.success for result in made.poll())
+        for source, target in ((0, 10), (1, 11), (3, 13), (4, 14), (9, 15)):
+            for member, first in zip(pages[0], original, strict=True):
+                assert torch.equal(member[target], first[source])
+        assert "memcpy2DAsync" in cuda.runtime.calls, "neighbouring pages are one copy"
+    finally:
+        made._arena.unlink()
+        assert made.close(10)
+    assert not cuda.runtime.registered
 
-    cuda = stand_in().StandInCuda(seed)
-    pages = tensors(num_pages=8)[0]
-    twin = [member.clone() for member in pages]
-    arena, other = HostArena(4, 768, pin=False), HostArena(4, 768, pin=False)
-    places = PagePlaces(arena.stride, 0, 384, 2, arena.slots_per_piece)
-    stream = CudaStream(cuda, 0, "test")
-    copier, plain = CudaPageCopier(cuda, pages, arena), HostPageCopier(twin, other)
-    for numbers, slots, skip in (([0, 1, 2, 3], [0, 1], 0), ([7, 4, 5], [3, 2], 1)):
-        runs = page_runs(places, numbers, slots, skip)
-        event = stream.submit(lambda runs=runs: copier.store(runs))
-        assert event.wait(10)
-        assert event.error is None
-        plain.store(runs)
-    assert bytes(arena.padded_rows) == bytes(other.padded_rows)
-    runs = page_runs(places, [6, 5, 0, 1], [1, 3], 0)
-    assert stream.submit(lambda: copier.load(runs)).wait(10)
-    plain.load(runs)
-    assert all(torch.equal(left, right) for left, right in zip(pages, twin, strict=True))
-    stream.close(5)
+
+def test_on_cuda_a_device_in_error_is_a_failed_job(cuda: Any) -> None:
+    made = TierWorker(plan(), "cuda", 0, tensors())
+    try:
+        made.submit_store(0, 0, [0, 1], [0], after_stream=cuda.Stream(non_blocking=True))
+        assert made.wait([0], 20)
+        cuda.runtime.refuse_copies = "cudaErrorInvalidValue"
+        made.submit_store(1, 0, [0, 1], [1], after_stream=cuda.Stream(non_blocking=True))
+        assert made.wait([1], 20)
+        assert {result.job_id: result.success for result in made.poll()} == {0: True, 1: False}
+    finally:
+        made._arena.unlink()
+        made.close(10)

@@ -119,6 +119,14 @@ class TierRig:
     def states(self, names: list[bytes], group: int = 0, request: str | int = "reader") -> list[KeyState]:
         return [self.index.key_state(request, name, group) for name in names]
 
+    def settle(self) -> None:
+        """Step on until nothing is under way."""
+        def is_quiet() -> bool:
+            self.index.poll()
+            return not self.index.has_work
+
+        until(is_quiet)
+
     def close(self) -> None:
         for worker in self.workers:
             worker.close()

@@ -52,9 +52,9 @@ class ToyModel:
         state = (state ^ (token & 0xFFFFFFFF)) * 0x9E3779B97F4A7C15 & MASK
         return state ^ state >> 29
 
-    def bytes_of(self, states: Sequence[int]) -> np.ndarray:
-        """uint8 ``[layers, fields, heads, tokens, head_bytes]``."""
-        words = np.asarray(states, dtype=np.uint64)[:, None] ^ self.salts[..., None, :]
+    def bytes_of(self, states: Sequence[int], layer: int | slice = slice(None)) -> np.ndarray:
+        """uint8 ``[layers, fields, heads, tokens, head_bytes]``; of one layer without the first dimension."""
+        words = np.asarray(states, dtype=np.uint64)[:, None] ^ self.salts[layer][..., None, :]
         words *= np.uint64(0xBF58476D1CE4E5B9)
         words ^= words >> np.uint64(31)
         return words.view(np.uint8)[..., :self.head_bytes]
@@ -80,16 +80,19 @@ class ToySequence:
 class ToyEngine:
     """Drives a cache as an engine does, and checks every byte in each step.
 
-    ``guard`` is held around the use of the block table: engines that share a cache share the table.
+    ``guard`` is held around the use of the block table: engines that share a cache share the table. ``layered``: each step begins when its
+    first layer has arrived and waits for the others one by one.
     """
 
-    def __init__(self, cache: KVCacheManager, guard: contextlib.AbstractContextManager[Any] | None = None) -> None:
+    def __init__(self, cache: KVCacheManager, guard: contextlib.AbstractContextManager[Any] | None = None, layered: bool = False) -> None:
         self.cache = cache
         self.model = ToyModel(cache.layout)
         self.sequences: dict[int, ToySequence] = {}
         self.checked_tokens = 0
         self.preemptions = 0
         self.lost_tokens = 0
+        self.lost_in_step = 0
+        self._first_layer = 0 if layered else None
         self._guard = guard or contextlib.nullcontext()
         self._layers = [cache.layer_buffer(layer).view(torch.uint8).numpy() for layer in range(len(cache.layout.layers))]
         group = cache.layout.groups[0]
@@ -106,7 +109,7 @@ class ToyEngine:
     def learn(self, request_id: int, timeout: float | None = PATIENCE) -> int:
         """Ask how many tokens are really there, and go on from them."""
         sequence = self.sequences[request_id]
-        valid = self.cache.wait_ready(request_id, timeout=timeout)
+        valid = self.cache.wait_ready(request_id, layer=self._first_layer, timeout=timeout)
         if sequence.is_told or sequence.computed:
             self.lost_tokens += sequence.computed - min(sequence.computed, valid)
             sequence.computed = min(sequence.computed, valid)
@@ -117,18 +120,27 @@ class ToyEngine:
 
     def forward(self, ids: Iterable[int], chunk: int | None = None) -> list[int]:
         """One step: attend to all that is computed, compute the next ``chunk`` tokens. Returns who took part."""
-        with self.cache.step(None, ids=list(ids)) as ready:
+        with self.cache.step(None, list(ids), self._first_layer) as step:
             with self._guard:
-                table = self.cache.block_table(ready).numpy().copy()
-            for row, request_id in zip(table, ready, strict=True):
-                sequence = self.sequences[request_id]
-                sequence.extend_states(self.model)
-                end = len(sequence.tokens) if chunk is None else min(len(sequence.tokens), sequence.computed + chunk)
-                self._attend(request_id, sequence, row)
-                self._compute(sequence, row, end)
-                sequence.computed = end
+                table = self.cache.block_table(step).numpy().copy()
+            lost: list[int] = []
+            ends: dict[int, int] = {}
+            for layer in range(len(self._layers)):
+                if self._first_layer is not None:
+                    lost = step.wait_layer(layer)
+                for row, request_id in zip(table, step, strict=True):
+                    sequence = self.sequences[request_id]
+                    sequence.extend_states(self.model)
+                    ends[request_id] = len(sequence.tokens) if chunk is None else min(len(sequence.tokens), sequence.computed + chunk)
+                    if request_id not in lost:
+                        self._attend(request_id, sequence, row, layer)
+                    self._compute(sequence, row, ends[request_id], layer)
+        ready = [request_id for request_id in step if request_id not in lost]
+        self.lost_in_step += len(lost)
         for request_id in ready:
-            self.cache.mark_computed(request_id, self.sequences[request_id].computed)
+            self.checked_tokens += self.sequences[request_id].computed
+            self.sequences[request_id].computed = ends[request_id]
+            self.cache.mark_computed(request_id, ends[request_id])
         return ready
 
     def sample(self, request_id: int) -> int:
@@ -187,7 +199,7 @@ class ToyEngine:
             waiting.popleft()
 
     def _told(self, request_id: int, waiting: deque[Request]) -> bool:
-        if not self.sequences[request_id].is_told and self.cache.is_ready(request_id):
+        if not self.sequences[request_id].is_told and self.cache.is_ready(request_id, self._first_layer):
             try:
                 self.learn(request_id)
             except CapacityError as error:
@@ -231,31 +243,28 @@ class ToyEngine:
         assert (entries >= 0).all()
         return entries // self._pages_per_block
 
-    def _attend(self, request_id: int, sequence: ToySequence, row: np.ndarray) -> None:
+    def _attend(self, request_id: int, sequence: ToySequence, row: np.ndarray, layer: int) -> None:
         count = sequence.computed
         if count == 0:
             return
-        expected = self.model.bytes_of(sequence.states[:count])
+        expected = self.model.bytes_of(sequence.states[:count], layer)
         slots = self._slots(row, count)
-        for layer, buffer in enumerate(self._layers):
-            pages = buffer[slots]  # [blocks, fields, heads, tokens, head_bytes]
-            found = pages.transpose(1, 2, 0, 3, 4).reshape(*expected.shape[1:3], -1, expected.shape[-1])[:, :, :count]
-            if not np.array_equal(found, expected[layer]):
-                wrong = np.argwhere((found != expected[layer]).any(axis=-1))
-                positions = sorted({int(position) for _field, _head, position in wrong})
-                raise WrongBytes(f"request {request_id}, layer {layer}: positions {positions} of {count} computed, slots {slots.tolist()}")
-        self.checked_tokens += count
+        pages = self._layers[layer][slots]  # [blocks, fields, heads, tokens, head_bytes]
+        found = pages.transpose(1, 2, 0, 3, 4).reshape(*expected.shape[:2], -1, expected.shape[-1])[:, :, :count]
+        if not np.array_equal(found, expected):
+            wrong = np.argwhere((found != expected).any(axis=-1))
+            positions = sorted({int(position) for _field, _head, position in wrong})
+            raise WrongBytes(f"request {request_id}, layer {layer}: positions {positions} of {count} computed, slots {slots.tolist()}")
 
-    def _compute(self, sequence: ToySequence, row: np.ndarray, end: int) -> None:
+    def _compute(self, sequence: ToySequence, row: np.ndarray, end: int, layer: int) -> None:
         start = sequence.computed
         if start >= end:
             return
         tokens_per_block = self.cache.layout.tokens_per_block
-        new = self.model.bytes_of(sequence.states[start:end])
+        new = self.model.bytes_of(sequence.states[start:end], layer)
         slots = self._slots(row, end)
-        for layer, buffer in enumerate(self._layers):
-            for position in range(start, end):
-                buffer[slots[position // tokens_per_block], :, :, position % tokens_per_block] = new[layer, :, :, position - start]
+        for position in range(start, end):
+            self._layers[layer][slots[position // tokens_per_block], :, :, position % tokens_per_block] = new[:, :, position - start]
 
 
 def tokens_of(seed: int, count: int) -> list[int]:

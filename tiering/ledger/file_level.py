@@ -6,10 +6,10 @@ from typing import Final, cast
 
 from kvtier.policies.eviction import BACKING, NOT_QUEUED, EvictionQueues
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, PoolIndex, level_of, slot_of
-from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.block import Block, BlockExtra
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.levels import LevelTable
-from kvtier.tiering.ledger.moves import Move, MoveLog, WarmRow
+from kvtier.tiering.ledger.moves import Move, MoveLog
 from kvtier.tiering.ledger.rules import TierRules
 from kvtier.tiering.ledger.stats import LedgerCounters
 from kvtier.tiering.ledger.tree import ReuseTree
@@ -181,20 +181,23 @@ class FileLevel(LevelTable):
 
     # -- found at start, found bad ---------------------------------------------------------------------------------------
 
-    def adopt_warm(self, row: WarmRow) -> None:
-        """At start: this NVMe slot already holds the block with this chain key. Its duration goes on counting."""
-        block = self.holders[NVME][row.slot]
-        if row.key in self.warm:
-            self.moves.discard(self.group, row.slot)
+    def adopt_warm(self, slot: int, key: bytes, priority: int, expiry: float) -> None:
+        """At start: this empty NVMe slot already holds the block with this chain key. Its duration goes on counting."""
+        if key in self.warm:
+            self.moves.discard(self.group, slot)
             return
-        self.queues.claim(block)
-        block.warm_key = row.key
-        block.priority = row.priority
-        self.warm[row.key] = block
-        self.queues.note_use(block)
-        if row.expiry > 0.0:
-            block.expires_at = max(row.expiry - self.wall_clock_offset, ALREADY_EXPIRED)
-        self._settle(block)
+        block = self.holders[NVME][slot]
+        queues = self.queues
+        queues.claim(block)
+        extra = BlockExtra(block)
+        extra.warm_key = key
+        if expiry > 0.0:
+            extra.expires_at = max(expiry - self.wall_clock_offset, ALREADY_EXPIRED)
+        block.extra = extra
+        block.priority = priority
+        self.warm[key] = block
+        if slot not in self.quarantined:
+            queues.add_newest(block, NVME)
 
     def quarantine_slot(self, slot: int) -> None:
         """At start: an NVMe slot that failed its check earlier. It is never used."""

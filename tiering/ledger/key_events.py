@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Final
 
+MAX_KEYS: Final = 4096
+"""Of one event: what nobody reads must not grow without an end."""
+
 
 class KeyEvent:
     """Keys of one group that came to, or left, one level.
@@ -65,7 +68,7 @@ class KeyEventLog:
         return batch
 
     def _add(self, kind: int, key: bytes) -> None:
-        if kind != self._kind:
+        if kind != self._kind or len(self._keys) >= MAX_KEYS:
             self._close()
             self._kind = kind
         self._keys.append(key)

@@ -42,14 +42,27 @@ class KeyFinder(KeyedState):
                 state = found  # of the first key that is not there yet; on to the others, so that they are read at the same time
         if state == MISS:
             request.deadline = 0.0  # it waits for nothing
+            if answer is None or answer.state != MISS or answer.keys != keys:
+                self.counters.missed += len(keys) - num_hits
+            if len(request.leases[group]) > num_hits:
+                self._release_beyond(request, group, keys, num_hits)
         self.start_reads()
         answer = Answer(keys, num_hits, state, self.version)
         request.answers[group] = answer
         return answer
 
+    def _release_beyond(self, request: KeyRequest, group: int, keys: list[bytes], num_hits: int) -> None:
+        """What the request holds behind a gap that will not close is of no use to it."""
+        leases = request.leases[group]
+        for position in range(len(keys) - 1, num_hits - 1, -1):
+            block = leases.pop(keys[position], None)
+            if block is not None:
+                self.allocators[group].release(block)
+                request.from_nvme[group].discard(keys[position])
+
     def state(self, request: KeyRequest, group: int, key: bytes) -> int:
         """HIT, PENDING, RETRY or MISS of one key. All but MISS are leases from now on."""
-        level = self.levels[group]
+        level = self.allocators[group]
         block = level.warm.get(key)
         leases = request.leases[group]
         if block is None or not request.reads:
@@ -58,7 +71,7 @@ class KeyFinder(KeyedState):
             return MISS
         is_below = level_of(block.index) == NVME
         if leases.get(key) is not block:
-            if is_below and not request.use_nvme:
+            if is_below and not request.reads_nvme:
                 return MISS
             # What it leases has to be in host memory all at once: beyond that, a longer prefix would evict its own head.
             if len(leases) >= level.num_blocks[SECONDARY] - self._num_abandoned[group]:
@@ -91,7 +104,7 @@ class KeyFinder(KeyedState):
             return False
         request.is_late = True
         self.expired_lookups += 1
-        for group, level in enumerate(self.levels):
+        for group, level in enumerate(self.allocators):
             leases = request.leases[group]
             for key in [key for key, block in leases.items() if block.num_tokens != WHOLE or level_of(block.index) == NVME]:
                 level.release(leases.pop(key))
@@ -101,7 +114,7 @@ class KeyFinder(KeyedState):
 
     def prefetch(self, group: int, keys: list[bytes]) -> int:
         """Queue reads of keys that lie on NVMe and that nobody holds. Returns how many."""
-        level = self.levels[group]
+        level = self.allocators[group]
         count = 0
         for key in keys:
             block = level.warm.get(key)
@@ -115,7 +128,7 @@ class KeyFinder(KeyedState):
 
     def start_reads(self) -> None:
         """Begin the reads that wait, of each group oldest first, as far as there are host slots and turns."""
-        for level in self.levels:
+        for level in self.allocators:
             queue = self._wanted[level.group]
             while queue and self.reads_in_flight < self._reads_at_once:
                 victim = cast("Block | None", level.queues.front(SECONDARY))

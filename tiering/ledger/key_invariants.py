@@ -12,7 +12,7 @@ from kvtier.tiering.ledger.keyed_level import WHOLE, KeyedLevel
 
 def verify_keys(ledger: KeyLedger) -> None:
     """Raise LedgerError naming the first broken invariant."""
-    for group, level in enumerate(ledger.levels):
+    for group, level in enumerate(ledger.allocators):
         held = _references(ledger, group)
         _check_slots(level)
         for block in level.blocks:
@@ -24,7 +24,7 @@ def verify_keys(ledger: KeyLedger) -> None:
     for number, job in ledger.abandoned.items():
         if number in ledger.jobs or job.number != number:
             _fail(f"job {number} is either awaited or given up")
-    if not 0 <= ledger.reads_in_flight <= sum(level.num_busy[NVME] for level in ledger.levels):
+    if not 0 <= ledger.reads_in_flight <= sum(level.num_busy[NVME] for level in ledger.allocators):
         _fail(f"{ledger.reads_in_flight} reads are under way")
 
 

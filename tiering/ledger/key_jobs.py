@@ -53,25 +53,27 @@ class KeyRequest:
     """One request of the engine.
 
     Attributes:
-        priority, duration, use_nvme, reads, writes: what holds for it.
+        priority, duration, use_nvme, reads, writes: what holds for it. reads_nvme: it may find blocks on NVMe; use_nvme: what it stores may
+            reach it.
         leases: by group, the blocks it holds by key, in the order in which it found them.
         from_nvme: by group, those of these keys that it found on NVMe.
         answers: by group, the last answer.
         deadline: when what is not there becomes a miss, on the ledger's clock; 0.0 while nothing is awaited.
         is_late: that moment has passed.
-        used: (group, key) of what it has loaded and stored, in order.
+        used: (group, key) of what it has loaded and stored, in order, in ``num_batches`` calls.
     """
 
-    __slots__ = ("answers", "deadline", "duration", "from_nvme", "id", "is_late", "leases", "priority", "reads", "use_nvme",
-                 "used", "writes")
+    __slots__ = ("answers", "deadline", "duration", "from_nvme", "id", "is_late", "leases", "num_batches", "priority", "reads",
+                 "reads_nvme", "use_nvme", "used", "writes")
 
     def __init__(self, request_id: RequestId, num_groups: int, priority: int = DEFAULT_PRIORITY, duration: float = 0.0,
-                 use_nvme: bool = True, reads: bool = True, writes: bool = True) -> None:
+                 use_nvme: bool = True, reads: bool = True, writes: bool = True, reads_nvme: bool = True) -> None:
         self.id: Final = request_id
         self.priority = priority
         self.duration = duration
         self.use_nvme = use_nvme
         self.reads = reads
+        self.reads_nvme = reads_nvme and use_nvme
         self.writes = writes
         self.leases: list[dict[bytes, Block]] = [{} for _ in range(num_groups)]
         self.from_nvme: list[set[bytes]] = [set() for _ in range(num_groups)]
@@ -79,6 +81,7 @@ class KeyRequest:
         self.deadline = 0.0
         self.is_late = False
         self.used: list[tuple[int, bytes]] = []
+        self.num_batches = 0
 
 
 class WantedRead:

@@ -7,7 +7,8 @@ and report. Whatever a job uses is referenced, so no slot is given up under a co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import cast
 
 from kvtier.policies.eviction import NOT_QUEUED
@@ -16,7 +17,7 @@ from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.key_finding import KeyFinder
 from kvtier.tiering.ledger.key_jobs import EngineJob, KeyRequest
 from kvtier.tiering.ledger.keyed_level import WHOLE, KeyedLevel
-from kvtier.tiering.ledger.moves import Move, WarmRow
+from kvtier.tiering.ledger.moves import Move
 
 
 class KeyLedger(KeyFinder):
@@ -27,7 +28,7 @@ class KeyLedger(KeyFinder):
     def plan_load(self, request: KeyRequest, group: int, keys: list[bytes]) -> EngineJob | None:
         """Hold the longest prefix of ``keys`` whose bytes are there, for a copy into the engine's pages. The request's other leases of
         the group end. None when there is nothing."""
-        level = self.levels[group]
+        level = self.allocators[group]
         leases = request.leases[group]
         found_below = request.from_nvme[group]
         loaded: list[bytes] = []
@@ -45,6 +46,7 @@ class KeyLedger(KeyFinder):
             request.used.append((group, key))
             blocks.append(block)
             levels.append(NVME if key in found_below else SECONDARY)
+        request.num_batches += 1
         self._move_on(request, group)
         if not blocks:
             return None
@@ -53,7 +55,8 @@ class KeyLedger(KeyFinder):
     def plan_store(self, request: KeyRequest, group: int, keys: list[bytes], priority: int) -> tuple[EngineJob | None, int]:
         """Host slots for those of ``keys`` that are nowhere, front first, up to the first for which there is none. Returns the job, if
         any, and how many of the keys the tier has already or is about to have."""
-        level = self.levels[group]
+        level = self.allocators[group]
+        request.num_batches += 1
         self._move_on(request, group)
         named: list[bytes] = []
         blocks: list[Block] = []
@@ -96,7 +99,7 @@ class KeyLedger(KeyFinder):
             how many keys were lost.
         """
         del self.jobs[job.number]
-        level = self.levels[job.group]
+        level = self.allocators[job.group]
         num_lost = 0
         if job.is_store:
             stored = self.requests.get(job.request_id)
@@ -134,7 +137,7 @@ class KeyLedger(KeyFinder):
 
     def cancel(self, job: EngineJob) -> None:
         """Nobody was told of the job, and nobody will be."""
-        level = self.levels[job.group]
+        level = self.allocators[job.group]
         del self.jobs[job.number]
         if job.is_store:
             for position in range(len(job.blocks)):
@@ -147,7 +150,7 @@ class KeyLedger(KeyFinder):
         """Nobody has reported the job in time, or all is to be forgotten. What it was to store is forgotten; its slots stay out of use,
         because a worker may still be copying."""
         del self.jobs[job.number]
-        level = self.levels[job.group]
+        level = self.allocators[job.group]
         if job.is_store:
             for position in range(len(job.blocks)):
                 block = job.blocks[position]
@@ -171,7 +174,7 @@ class KeyLedger(KeyFinder):
         return True
 
     def _release_blocks(self, job: EngineJob) -> None:
-        level = self.levels[job.group]
+        level = self.allocators[job.group]
         for block in reversed(job.blocks):
             level.release(block)
         self.start_reads()
@@ -209,7 +212,7 @@ class KeyLedger(KeyFinder):
             self.expired_jobs += 1
             self.give_up(job)
         self.start_reads()
-        for level in self.levels:
+        for level in self.allocators:
             level.expire()
             if may_write:
                 level.write_ahead()
@@ -218,7 +221,7 @@ class KeyLedger(KeyFinder):
         """Start NVMe copies of all unreferenced content that may have one. False while some had to be left for later."""
         priority = self.rules.nvme_offload_min_priority
         is_complete = True
-        for level in self.levels:
+        for level in self.allocators:
             if not level.num_blocks[NVME]:
                 continue
             coldest = level.queues.coldest(SECONDARY, priority, level.num_blocks[SECONDARY])
@@ -228,7 +231,7 @@ class KeyLedger(KeyFinder):
 
     def finish(self, move: Move, failed: bool, source_is_bad: bool) -> None:
         """A Move between host and NVMe has ended. ``source_is_bad``: a failed read condemns its slot."""
-        level = self.levels[move.group]
+        level = self.allocators[move.group]
         is_read = level_of(move.source) == NVME
         if is_read:
             self.reads_in_flight -= 1
@@ -246,20 +249,20 @@ class KeyLedger(KeyFinder):
 
     def condemn(self, group: int, slot: int) -> None:
         """An NVMe slot was found bad."""
-        self.levels[group].condemn(slot)
+        self.allocators[group].condemn(slot)
         self.version += 1
 
-    def adopt_store(self, rows: Sequence[WarmRow], quarantined: Sequence[tuple[int, int]]) -> None:
-        """At start: what the store directory holds; ``quarantined`` are (group, slot) that must not be used."""
+    def adopt_store(self, rows: Iterable[tuple[int, int, bytes, int, float, int]], quarantined: Sequence[tuple[int, int]]) -> None:
+        """At start: what the store directory holds, as ``WarmRow``; ``quarantined`` are (group, slot) that must not be used."""
         for group, slot in quarantined:
-            self.levels[group].quarantine_slot(slot)
-        for row in sorted(rows, key=_warm_order):
-            self.levels[row.group].adopt_warm(row)
+            self.allocators[group].quarantine_slot(slot)
+        for group, slot, key, priority, expiry, _hits in sorted(rows, key=itemgetter(5)):
+            self.allocators[group].adopt_warm(slot, key, priority, expiry)
 
     def reset(self) -> None:
         """Forget all content and all leases, and give up all jobs. Moves under way end without anybody wanting what they bring."""
         for request in self.requests.values():
-            for group in range(len(self.levels)):
+            for group in range(len(self.allocators)):
                 self._end_leases(request, group)
             request.deadline = 0.0
             request.is_late = False
@@ -268,11 +271,7 @@ class KeyLedger(KeyFinder):
             self.give_up(job)
         for queue in self._wanted:
             queue.clear()
-        for level in self.levels:
+        for level in self.allocators:
             for block in list(level.warm.values()):
                 level.forget(block)
         self.version += 1
-
-
-def _warm_order(row: WarmRow) -> int:
-    return row.hits

@@ -17,7 +17,7 @@ from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.file_level import FileLevel
 from kvtier.tiering.ledger.key_events import KeyEventLog
-from kvtier.tiering.ledger.moves import Move, MoveLog, WarmRow
+from kvtier.tiering.ledger.moves import Move, MoveLog
 from kvtier.tiering.ledger.rules import TierRules
 from kvtier.tiering.ledger.stats import LedgerCounters
 from kvtier.tiering.ledger.tree import ReuseTree
@@ -111,9 +111,9 @@ class KeyedLevel(FileLevel):
         if self.busy and self.is_busy(block):
             self._count_unreferenced(block, 1)
             self.queues.note_release(block, self.now)
-        elif block.has_content:
-            self.queues.note_release(block, self.now)
-            self._settle(block)
+        elif block.warm_key:
+            self._may_write_ahead = True
+            self.queues.add_content(block, level_of(block.index), self.now)
         elif level_of(block.index) == SECONDARY:
             self.queues.add_empty_first(block, SECONDARY)
         else:
@@ -129,6 +129,11 @@ class KeyedLevel(FileLevel):
         """Let durations that have passed end: the blocks fall to the default priority."""
         if self.queues.refresh(self.now):
             self._may_write_ahead = True
+
+    @property
+    def has_writes(self) -> bool:
+        """Copies to NVMe are under way, or the next ``write_ahead`` may begin some."""
+        return self.num_blocks[NVME] > 0 and (self._may_write_ahead or self.writes_in_flight > 0)
 
     def num_unusable(self, level: int) -> int:
         """Slots of a level that are neither free nor referenced."""
@@ -151,7 +156,8 @@ class KeyedLevel(FileLevel):
         if block.num_tokens == WHOLE:
             self.key_events.removed(self.group, level_of(block.index), key)
             block.num_tokens = 0
-        self.drop_backings(block)
+        if block.nvme_backing is not None:
+            self.drop_backings(block)
         del self.warm[key]
         block.warm_key = b""
         if self.off_nvme:
@@ -194,12 +200,12 @@ class KeyedLevel(FileLevel):
     def _may_be_kept(self, block: Block) -> bool:
         return block.num_tokens == WHOLE and block.warm_key != b"" and block.id not in self.off_nvme
 
-    def adopt_warm(self, row: WarmRow) -> None:
-        is_new = row.key not in self.warm
-        super().adopt_warm(row)
+    def adopt_warm(self, slot: int, key: bytes, priority: int, expiry: float) -> None:
+        is_new = key not in self.warm
+        super().adopt_warm(slot, key, priority, expiry)
         if is_new:
-            self.warm[row.key].num_tokens = WHOLE
-            self.key_events.stored(self.group, NVME, row.key)
+            self.warm[key].num_tokens = WHOLE
+            self.key_events.stored(self.group, NVME, key)
 
     def finished(self, move: Move) -> None:
         level = level_of(move.destination)

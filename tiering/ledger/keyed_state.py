@@ -26,7 +26,7 @@ class KeyedState:
         lookup_timeout, job_timeout: seconds.
 
     Attributes:
-        levels: by group.
+        allocators: by group, its host and NVMe slots.
         version: counts what may change a lookup's answer.
         requests: active ones.
         jobs: not reported yet; abandoned: given up, but their slots may still be in use.
@@ -38,7 +38,7 @@ class KeyedState:
         self.counters = LedgerCounters()
         self.moves = MoveLog()
         self.events = KeyEventLog(max_events)
-        self.levels = [KeyedLevel(group, host, nvme, eviction_queues(policy, NUM_LEVELS), self.moves, self.events, self.counters, rules)
+        self.allocators = [KeyedLevel(group, host, nvme, eviction_queues(policy, NUM_LEVELS), self.moves, self.events, self.counters, rules)
                        for group, (host, nvme) in enumerate(num_blocks)]
         self.version = 0
         self.now = 0.0
@@ -52,42 +52,44 @@ class KeyedState:
         self.stored_blocks = self.loaded_blocks = self.known_blocks = self.refused_blocks = self.promoted_blocks = 0
         self.expired_jobs = self.expired_lookups = 0
         self._reads_at_once = reads_at_once
-        self._wanted: list[deque[WantedRead]] = [deque() for _ in self.levels]
-        self._num_abandoned = [0] * len(self.levels)  # references of abandoned jobs, by group
+        self._wanted: list[deque[WantedRead]] = [deque() for _ in self.allocators]
+        self._num_abandoned = [0] * len(self.allocators)  # references of abandoned jobs, by group
 
     # -- requests --------------------------------------------------------------------------------------------------------
 
     def set_time(self, now: float) -> None:
         """The clock's reading for the calls that follow."""
         self.now = now
-        for level in self.levels:
+        for level in self.allocators:
             level.now = now
 
     def request(self, request_id: RequestId) -> KeyRequest:
         """The active request of this id, begun with defaults if there is none."""
         request = self.requests.get(request_id)
         if request is None:
-            request = KeyRequest(request_id, len(self.levels))
+            request = KeyRequest(request_id, len(self.allocators))
             self.requests[request_id] = request
         return request
 
     def end_request(self, request_id: RequestId) -> None:
-        """Its leases end, and what it has stored is now in the order in which prompts are given up: the tail before the head."""
+        """Its leases end, and what it has used is now in the order in which prompts are given up: the tail before the head."""
         request = self.requests.pop(request_id, None)
         if request is None:
             return
-        for group in range(len(self.levels)):
+        for group in range(len(self.allocators)):
             self._end_leases(request, group)
+        if request.num_batches < 2:
+            return  # what was used at once has been released in this order
         for group, key in reversed(request.used):
-            block = self.levels[group].warm.get(key)
+            block = self.allocators[group].warm.get(key)
             if block is not None:
-                self.levels[group].touch(block)
+                self.allocators[group].touch(block)
 
     def _end_leases(self, request: KeyRequest, group: int) -> None:
         leases = request.leases[group]
         request.answers[group] = None
         if leases:
-            level = self.levels[group]
+            level = self.allocators[group]
             for block in reversed(list(leases.values())):
                 level.release(block)
             leases.clear()

@@ -6,7 +6,8 @@ time in, and fetches the numbered records with ``moves.take()`` before letting g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Any, Protocol, cast
 
 from kvtier.errors import CapacityError, RequestError, UnknownBlock
@@ -25,7 +26,7 @@ from kvtier.tiering.ledger.draft_tree import DraftTree
 from kvtier.tiering.ledger.group import WINDOW, GroupSpec
 from kvtier.tiering.ledger.keeping import change_priority
 from kvtier.tiering.ledger.losing import lose
-from kvtier.tiering.ledger.moves import Move, WarmRow
+from kvtier.tiering.ledger.moves import Move
 from kvtier.tiering.ledger.prefix import stored_rows
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.room import free_beside, require_room
@@ -405,12 +406,16 @@ class Ledger(LedgerState):
         if lost is not None or level_of(move.destination) == PRIMARY:
             lose(self, move, lost)
 
-    def deliver(self, sequence: ActiveSequence) -> None:
-        """The sequence is ready: its hits count now, by the level they came from. What it has lost is told with this."""
+    def report(self, sequence: ActiveSequence) -> None:
+        """The engine is told how many tokens of the sequence are there."""
         drafts.drop_lost_drafts(self, sequence)
         if sequence.must_cut:
             prefill.cut_back(self, sequence)
         sequence.must_report = False
+
+    def deliver(self, sequence: ActiveSequence) -> None:
+        """The sequence is ready: its hits count now, by the level they came from. What it has lost is told with this."""
+        self.report(sequence)
         note_delivery(self, sequence)
         if sequence.delivered:
             return
@@ -426,12 +431,17 @@ class Ledger(LedgerState):
 
     # -- start and reset -------------------------------------------------------------------------------------------------
 
-    def adopt_store(self, rows: Sequence[WarmRow], quarantined: Sequence[tuple[int, int]]) -> None:
-        """At start: what the store directory holds already; ``quarantined`` are (group, slot) of NVMe slots that must not be used."""
+    def adopt_store(self, rows: Iterable[tuple[int, int, bytes, int, float, int]], quarantined: Sequence[tuple[int, int]]) -> None:
+        """At start: what the store directory holds already.
+
+        Args:
+            rows: as :class:`WarmRow`. Those with more hits count as used more recently.
+            quarantined: (group, slot) of NVMe slots that must not be used.
+        """
         for group, slot in quarantined:
             self.allocators[group].quarantine_slot(slot)
-        for row in sorted(rows, key=_warm_order):
-            self.allocators[row.group].adopt_warm(row)
+        for group, slot, key, priority, expiry, _hits in sorted(rows, key=itemgetter(5)):
+            self.allocators[group].adopt_warm(slot, key, priority, expiry)
 
     def reset(self) -> None:
         """Forget all cached content on all levels.
@@ -453,7 +463,3 @@ def last_stored_id(blocks: list[Block]) -> int | None:
         if block.node is not None:
             return block.id
     return None
-
-
-def _warm_order(row: WarmRow) -> int:
-    return row.hits

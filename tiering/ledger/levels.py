@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import cast
 
 from kvtier.policies.eviction import NOT_QUEUED, EvictionQueues
-from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of, slot_of
+from kvtier.pools.pool_index import NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.moves import Move, MoveLog
@@ -45,8 +45,8 @@ class LevelTable(SlotTable):
         self.quarantined: set[int] = set()
         self.warm: dict[bytes, Block] = {}
         self._may_write_ahead = True  # something has changed that could let one more block be written ahead
-        for block in self.blocks:
-            queues.add_empty_last(block, level_of(block.index))
+        for level in range(NUM_LEVELS):
+            queues.add_never_used(self.holders[level], level)
 
     # -- forgetting ------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ when the Move was planned, so that a failure that comes late never touches a slo
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtier.pools.pool_index import NVME, PoolIndex, level_of
 
@@ -67,18 +67,18 @@ class Discard:
         self.slot = slot
 
 
-class WarmRow:
-    """A block that a store directory already holds when the manager starts."""
+class WarmRow(NamedTuple):
+    """A block that a store directory already holds when the manager starts. ``expiry``: wall-clock seconds, 0.0 for none.
 
-    __slots__ = ("expiry", "group", "hits", "key", "priority", "slot")
+    A tuple, because a start makes one for every block: other tuples of the same columns will do.
+    """
 
-    def __init__(self, group: int, slot: int, key: bytes, priority: int = 35, expiry: float = 0.0, hits: int = 0) -> None:
-        self.group = group
-        self.slot = slot
-        self.key = key
-        self.priority = priority
-        self.expiry = expiry
-        self.hits = hits
+    group: int
+    slot: int
+    key: bytes
+    priority: int = 35
+    expiry: float = 0.0
+    hits: int = 0
 
 
 class MoveLog:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterable
+from typing import Final, cast
 
 from kvtier.pools.pool_index import NUM_LEVELS, PoolIndex, level_of, pool_index, slot_of
 from kvtier.tiering.ledger.block import Block
@@ -35,10 +36,12 @@ class SlotTable:
         self.num_busy: list[int] = [0] * NUM_LEVELS
         self.num_unreferenced_busy: list[int] = [0] * NUM_LEVELS
         for level in range(NUM_LEVELS):
-            for slot in range(num_blocks[level]):
-                block = Block(BlockId(len(self.blocks)), pool_index(level, slot))
-                self.blocks.append(block)
-                self.holders[level].append(block)
+            first, count = len(self.blocks), num_blocks[level]
+            ids = cast(Iterable[BlockId], range(first, first + count))  # at once: each call of a NewType takes its time
+            indices = cast(Iterable[PoolIndex], range(pool_index(level, 0), pool_index(level, count), pool_index(0, 1)))
+            holders = [Block(block_id, index) for block_id, index in zip(ids, indices, strict=True)]
+            self.holders[level] = holders
+            self.blocks.extend(holders)
 
     def generation(self, level: int, slot: int) -> int:
         """How often the slot was given to a writer: a failure that comes late does not touch the slot's next owner."""

@@ -230,3 +230,24 @@ def test_resizing_allocates_every_byte(tmp_path: Path) -> None:
 
 def test_a_new_file_belongs_to_its_owner_only(file: DirectFile) -> None:
     assert file.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_two_threads_that_find_out_together_that_direct_io_is_refused_both_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 4096)
+    file = DirectFile(path)
+    real = os.preadv
+    tried: list[int] = []
+
+    def refusing(descriptor: int, views: list[memoryview], offset: int) -> int:
+        tried.append(1)
+        if len(tried) == 1:
+            file._go_buffered("read of another thread")  # meanwhile
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(descriptor, views, offset)
+
+    monkeypatch.setattr(os, "preadv", refusing)
+    page = aligned_buffer(4096)
+    file.read(0, [page])
+    assert page.tobytes() == b"x" * 4096
+    file.close()

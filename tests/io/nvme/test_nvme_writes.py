@@ -299,7 +299,7 @@ def test_close_waits_for_a_running_read_but_not_for_ever_and_can_be_repeated(nvm
     served: list[bool] = []
     thread = threading.Thread(target=lambda: served.append(nvme.reads_right(store, 0, 0, keys[0, 0])))
     thread.start()
-    while store._active == 0:
+    while store._gate.num_inside == 0:
         time.sleep(0.001)
     start = time.monotonic()
     assert not store.close(timeout=0.05)
@@ -313,7 +313,7 @@ def test_a_reset_waits_for_a_running_batch_and_leaves_nothing_of_it(nvme) -> Non
     store = nvme.open(faults=Faults([FaultRule(FaultKind.DELAY, FaultOperation.WRITE, seconds=0.05)]))
     thread = threading.Thread(target=store.write_blocks, args=([nvme.item(slot, slot) for slot in range(4)],))
     thread.start()
-    while store._active == 0:
+    while store._gate.num_inside == 0:
         time.sleep(0.001)
     store.clear()
     thread.join()

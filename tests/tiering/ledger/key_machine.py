@@ -44,6 +44,7 @@ class KeyMachine(RuleBasedStateMachine):
         self.present: dict[tuple[int, int], set[bytes]] = {(group, level): set() for group in range(NUM_GROUPS)
                                                           for level in (SECONDARY, NVME)}
         self.num_events = 0
+        self.verifying: list[tuple[int, int]] = []
 
     # -- the engine ------------------------------------------------------------------------------------------------------
 
@@ -82,10 +83,10 @@ class KeyMachine(RuleBasedStateMachine):
         if job is not None:
             self.copying.append(job)
 
-    @rule(request=requests, use_nvme=st.booleans(), reads=st.booleans(), writes=st.booleans())
-    def choose(self, request: str | int, use_nvme: bool, reads: bool, writes: bool) -> None:
+    @rule(request=requests, use_nvme=st.booleans(), reads_nvme=st.booleans(), reads=st.booleans(), writes=st.booleans())
+    def choose(self, request: str | int, use_nvme: bool, reads_nvme: bool, reads: bool, writes: bool) -> None:
         record = self.ledger.request(request)
-        record.use_nvme, record.reads, record.writes = use_nvme, reads, writes
+        record.use_nvme, record.reads_nvme, record.reads, record.writes = use_nvme, reads_nvme, reads, writes
 
     @rule(request=requests)
     def end(self, request: str | int) -> None:
@@ -159,9 +160,24 @@ class KeyMachine(RuleBasedStateMachine):
 
     @rule(group=groups, slot=st.integers(0, NVME + 1))
     def find_bad(self, group: int, slot: int) -> None:
-        level = self.ledger.levels[group]
+        level = self.ledger.allocators[group]
         if slot == 0 and not level.is_busy(level.holders[NVME][slot]) and len(level.quarantined) < 2:
             self.ledger.condemn(group, slot)
+
+    @rule(group=groups, slot=st.integers(0, 3))
+    def begin_to_verify(self, group: int, slot: int) -> None:
+        level = self.ledger.allocators[group]
+        if not self.verifying and slot not in level.quarantined:
+            level.begin_access(level.holders[NVME][slot])
+            self.verifying.append((group, slot))
+
+    @rule(is_bad=st.booleans())
+    def end_to_verify(self, is_bad: bool) -> None:
+        while self.verifying:
+            group, slot = self.verifying.pop()
+            if is_bad and slot == 1:
+                self.ledger.condemn(group, slot)
+            self.ledger.allocators[group].end_access(NVME, slot)
 
     # -- time ------------------------------------------------------------------------------------------------------------
 
@@ -187,13 +203,13 @@ class KeyMachine(RuleBasedStateMachine):
         for group in range(NUM_GROUPS):
             for level in (SECONDARY, NVME):
                 assert self.present[group, level] == self.known(group, level), "events tell what each level holds"
-        busy = sum(sum(level.num_busy) for level in self.ledger.levels)
-        assert busy == 2 * len(self.moving)
+        uses = sum(sum(level.busy.values()) for level in self.ledger.allocators)
+        assert uses == 2 * len(self.moving) + len(self.verifying)
 
     def known(self, group: int, place: int) -> set[bytes]:
         """Keys whose verified bytes are on a level, from the slots."""
         found: set[bytes] = set()
-        for holder in self.ledger.levels[group].holders[place]:
+        for holder in self.ledger.allocators[group].holders[place]:
             if holder.num_tokens:
                 key = (holder.owner or holder).warm_key
                 assert self.bytes[group, holder.index] == key, "a slot holds what the ledger says"
@@ -213,6 +229,7 @@ class KeyMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """When everybody has gone, nothing is held, and every slot is accounted for."""
+        self.end_to_verify(False)
         for job in self.copying + self.ended:
             if job.number in self.ledger.jobs:
                 self.ledger.complete(job, [False] * len(job.blocks), set())
@@ -228,7 +245,7 @@ class KeyMachine(RuleBasedStateMachine):
         assert self.ledger.num_leases() == 0
         assert not self.ledger.jobs
         assert not self.ledger.abandoned
-        for level in self.ledger.levels:
+        for level in self.ledger.allocators:
             assert all(block.ref_count == 0 for block in level.blocks)
             assert level.queues.num_free(SECONDARY) == self.HOST
             assert level.queues.num_free(NVME) == self.NVME - len(level.quarantined)

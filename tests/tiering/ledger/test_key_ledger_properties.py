@@ -10,5 +10,5 @@ from key_machine import KeyMachine, NoBackingMachine, WarmKeyMachine
 
 @pytest.mark.parametrize("machine", [KeyMachine, WarmKeyMachine, NoBackingMachine])
 def test_no_order_of_events_breaks_an_invariant_or_serves_wrong_bytes(machine: type[KeyMachine]) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None,
+    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None,
                                                          suppress_health_check=list(HealthCheck)))

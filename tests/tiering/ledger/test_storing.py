@@ -15,7 +15,6 @@ from kvtier.tiering.ledger.events import Removed, Stored
 from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupSpec
 from kvtier.tiering.ledger.key import Namespace, TokenKeys, next_chain_key
 from kvtier.tiering.ledger.ledger import Ledger
-from kvtier.tiering.ledger.moves import WarmRow
 from kvtier.tiering.ledger.request import MultimodalItem, Request
 from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.ledger.sequence import ActiveSequence
@@ -235,7 +234,7 @@ def warmed(shelf: Shelf, tokens: list[int], *rows: str) -> None:
     for group, row in enumerate(rows):
         for slot, letter in enumerate(row):
             if letter != ".":
-                shelf.ledger.allocators[group].adopt_warm(WarmRow(group, slot, chain[slot]))
+                shelf.ledger.allocators[group].adopt_warm(slot, chain[slot], 35, 0.0)
 
 
 def adopt(shelf: Shelf, tokens: list[int]) -> None:

@@ -161,8 +161,8 @@ class Rig:
     """A manager with its pools and store, and numbering and generations as the ledger would give them."""
 
     def __init__(self, primary: int = 8, secondary: int | None = 8, with_store: bool = True, device: Any = None,
-                 groups: int = 1, ahead: int = 1, **options: Any) -> None:
-        group = LAYOUT.groups[0]
+                 groups: int = 1, ahead: int = 1, layout: KVLayout = LAYOUT, **options: Any) -> None:
+        group = layout.groups[0]
         self.block_bytes = group.block_bytes
         self.pools = [GroupPools(group, PrimaryPool(group, primary, "cpu"),
                                  HostArena(secondary, group.block_bytes, pin=False) if secondary else None)

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import CorruptBlock
+from kvtier.io import layer_pieces
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
 from kvtier.pools.pool_index import PoolIndex, level_of, pool_index, slot_of
 
@@ -167,23 +168,30 @@ QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.
 FEWER = settings(suppress_health_check=QUIET, max_examples=settings().max_examples // 3)  # each with threads of its own
 
 
+@pytest.fixture(autouse=True)
+def every_load_may_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LEAST_CALL_BYTES", "LEAST_UNIT_BYTES", "LEAST_PIECE_BYTES"):
+        monkeypatch.setattr(layer_pieces, name, 1)
+
+
 @FEWER
-@given(calls=CALLS, seed=st.integers(0, 1000), staging=st.integers(1, 3), readers=st.integers(1, 3), ahead=st.integers(1, 3))
+@given(calls=CALLS, seed=st.integers(0, 1000), staging=st.integers(1, 3), readers=st.integers(1, 3), ahead=st.integers(1, 3),
+       pieces=st.integers(1, 2))
 def test_bytes_and_failures_equal_those_of_sequential_execution(
-        make_rig: Make, calls: list[list[Step]], seed: int, staging: int, readers: int, ahead: int) -> None:
+        make_rig: Make, calls: list[list[Step]], seed: int, staging: int, readers: int, ahead: int, pieces: int) -> None:
     delays = Faults([FaultRule(FaultKind.DELAY, FaultOperation.COPY, rate=0.3, seconds=0.001)], seed)
     rig = make_rig(primary=SLOTS, secondary=SLOTS, faults=delays, staging_blocks=staging, read_threads=readers,
-                   ahead=ahead)
+                   ahead=ahead, layer_pieces=pieces)
     rig.store.largest_pause = 0.001
     check(rig, calls)
     assert rig.transfers.close(10.0)
 
 
 @FEWER
-@given(calls=CALLS, seed=st.integers(0, 1000), staging=st.integers(1, 3))
+@given(calls=CALLS, seed=st.integers(0, 1000), staging=st.integers(1, 3), pieces=st.integers(1, 2))
 def test_the_cuda_twin_keeps_the_same_order_on_the_stand_in(
-        make_rig: Make, cuda_device: Make, calls: list[list[Step]], seed: int, staging: int) -> None:
-    rig = make_rig(primary=SLOTS, secondary=SLOTS, device=cuda_device(seed), staging_blocks=staging)
+        make_rig: Make, cuda_device: Make, calls: list[list[Step]], seed: int, staging: int, pieces: int) -> None:
+    rig = make_rig(primary=SLOTS, secondary=SLOTS, device=cuda_device(seed), staging_blocks=staging, layer_pieces=pieces)
     rig.store.largest_pause = 0.001
     check(rig, calls)
     assert rig.transfers.close(10.0)
@@ -206,4 +214,4 @@ def test_a_long_run_of_random_moves_equals_sequential_execution(make_rig: Make, 
             outcome = Outcome.GOOD if kind != 1 or generator.random() < 0.9 else Outcome.REFUSED
             steps.append(Step(int(source), int(destination), 0, outcome))
         calls.append(steps)
-    check(make_rig(primary=SLOTS, secondary=SLOTS, read_threads=threads), calls)
+    check(make_rig(primary=SLOTS, secondary=SLOTS, read_threads=threads, layer_pieces=2), calls)

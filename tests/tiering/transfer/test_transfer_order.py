@@ -136,9 +136,9 @@ def test_independent_copies_of_one_call_share_one_piece_of_work(make_rig: Make, 
     batches: list[int] = []
     run = CopyBatch.run
 
-    def spy(self: CopyBatch) -> None:
+    def spy(self: CopyBatch, number: int) -> None:
         batches.append(len(self.nodes))
-        run(self)
+        run(self, number)
 
     monkeypatch.setattr(CopyBatch, "run", spy)
     rig.transfers.issue([rig.move(P[slot], S[slot]) for slot in range(6)])

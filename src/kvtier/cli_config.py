@@ -1,0 +1,52 @@
+"""``kvtier config``: what is set and where it came from, whether a file is good, and what may be set. Part of ``cli``."""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+config = typer.Typer(no_args_is_help=True, help="Look at the settings of the tier.")
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="This file instead of the one KVTIER_CONFIG names.")]
+
+
+@config.command()
+def show(file: ConfigFile = None, json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
+    """The effective value of every setting, and where it came from: environment, file or default. Keywords in code win over all of them."""
+    from kvtier.tiering.config import TierConfig
+    from kvtier.tiering.config_reference import sizes_in_words
+    found = TierConfig.from_file(file) if file is not None else TierConfig()
+    if json:
+        settings = {key: {"value": value, "source": source} for key, value, source in found.effective()}
+        typer.echo(json_format.dumps({"settings": settings, "sizes": sizes_in_words(found)}, indent=2))
+        return
+    rows = found.effective()
+    width = max(len(key) for key, _, _ in rows)
+    for key, value, source in rows:
+        typer.echo(f"{key:{width}}  {value:24} {source}")
+    typer.echo("")
+    for line in sizes_in_words(found):
+        typer.echo(line)
+
+
+@config.command()
+def check(files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="YAML or TOML files.")]) -> None:
+    """Whether files can be used, together with what the environment sets. Exit code 2 and one line for the first that cannot."""
+    from kvtier.tiering.config import TierConfig
+    for file in files:
+        found = TierConfig.from_file(file)
+        changed = [key for key, _, source in found.effective() if source.startswith("file")]
+        others = [key for key, _, source in found.effective() if source.startswith("environment")]
+        typer.echo(f"{file}: good; it sets {', '.join(changed) or 'nothing'}"
+                   + (f"; the environment sets {', '.join(others)}, and wins" if others else ""))
+
+
+@config.command()
+def schema(example: Annotated[bool, typer.Option("--example", help="A commented YAML file instead: every key and its default.")] = False,
+           ) -> None:
+    """The JSON schema of a configuration file, for editors that check and complete."""
+    from kvtier.tiering import config_reference
+    typer.echo(config_reference.example() if example else json_format.dumps(config_reference.json_schema(), indent=2))

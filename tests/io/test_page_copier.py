@@ -1,0 +1,105 @@
+"""Rules of ``page_runs``: every page goes to its own place, in as few copies as neighbours allow."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+sys.path.append(str(Path(__file__).parent))  # importlib mode puts no folder there
+
+from cuda_stand_in import StandInBatch, StandInCuda, StandInKernel
+
+from kvtier.io.copy_paths import CopyPath, CopyPaths, Direction
+from kvtier.io.copy_tools import CopyTools
+from kvtier.io.cuda_stream import CudaStream
+from kvtier.io.page_copier import CudaPageCopier, HostPageCopier, PagePlaces, PageRun, page_runs
+from kvtier.pools.host_arena import HostArena
+
+PLACES = PagePlaces(stride=4096, first=512, page_bytes=100, pages_per_block=4, slots_per_piece=1 << 20)
+
+
+def test_neighbouring_pages_of_one_block_are_one_run() -> None:
+    assert page_runs(PLACES, [7, 8, 9, 10], [2], 0) == [PageRun(7, 4, 2 * 4096 + 512, 100)]
+
+
+def test_pages_left_out_at_the_front_move_the_first_place() -> None:
+    assert page_runs(PLACES, [7, 8], [2], 1) == [PageRun(7, 2, 2 * 4096 + 512 + 100, 100)]
+
+
+def test_neighbouring_pages_in_neighbouring_slots_are_one_run_where_a_block_is_one_page() -> None:
+    places = PLACES._replace(pages_per_block=1)
+    assert page_runs(places, [3, 4, 5], [1, 2, 3], 0) == [PageRun(3, 3, 4096 + 512, 4096)]
+    assert page_runs(places, [3, 4, 5], [3, 2, 1], 0) == [PageRun(3, 1, 3 * 4096 + 512, 100), PageRun(4, 1, 2 * 4096 + 512, 100),
+                                                          PageRun(5, 1, 4096 + 512, 100)]
+
+
+def test_a_run_ends_where_memory_is_registered_in_pieces() -> None:
+    places = PLACES._replace(pages_per_block=1, slots_per_piece=2)
+    assert [run.length for run in page_runs(places, [3, 4, 5, 6], [0, 1, 2, 3], 0)] == [2, 2]
+
+
+@given(st.data())
+def test_every_page_comes_back_from_its_place(data: st.DataObject) -> None:
+    per_block, num_slots, num_pages = data.draw(st.integers(1, 4)), 5, 24
+    count = data.draw(st.integers(1, num_slots))
+    slots = data.draw(st.permutations(range(num_slots)))[:count]
+    skip = data.draw(st.integers(0, per_block - 1))
+    short = data.draw(st.integers(0, per_block - 1 if count > 1 else per_block - 1 - skip))
+    pages = data.draw(st.one_of(st.permutations(range(num_pages)), st.just(list(range(num_pages)))))[:count * per_block - skip - short]
+    widths = data.draw(st.lists(st.sampled_from([1, 7, 64]), min_size=1, max_size=3))
+    page_bytes = sum(widths)
+    arena = HostArena(num_slots, 2 * per_block * page_bytes, pin=False)
+    places = PagePlaces(arena.stride, per_block * page_bytes, page_bytes, per_block, arena.slots_per_piece)
+    tensors = [torch.randint(0, 256, (num_pages, width), dtype=torch.uint8) for width in widths]
+    before = [tensor.clone() for tensor in tensors]
+    runs = page_runs(places, pages, slots, skip)
+    copier = HostPageCopier(tensors, arena)
+    copier.store(runs)
+    for position, page in enumerate(pages, skip):  # the plainest way to say where a page lies
+        block, within = divmod(position, per_block)
+        start = places.first + within * page_bytes
+        expected = np.concatenate([tensor[page].numpy() for tensor in before])
+        assert (arena.padded_rows[slots[block]][start:start + page_bytes] == expected).all()
+    for tensor in tensors:
+        tensor.zero_()
+    copier.load(runs)
+    for tensor, original in zip(tensors, before, strict=True):
+        wanted = torch.zeros_like(original)
+        wanted[pages] = original[pages]
+        assert torch.equal(tensor, wanted)
+
+
+@pytest.mark.parametrize("path", CopyPath)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_on_cuda_every_path_brings_what_the_host_brings(path: CopyPath, data: st.DataObject) -> None:
+    per_block, num_slots, num_pages = data.draw(st.integers(1, 3)), 4, 12
+    slots = data.draw(st.permutations(range(num_slots)))[:data.draw(st.integers(1, num_slots))]
+    pages = data.draw(st.one_of(st.permutations(range(num_pages)), st.just(list(range(num_pages)))))[:len(slots) * per_block]
+    widths = data.draw(st.lists(st.sampled_from([8, 24, 7]), min_size=1, max_size=3))
+    tensors = [torch.randint(0, 256, (num_pages, width), dtype=torch.uint8) for width in widths]
+    twins = [torch.zeros_like(tensor) for tensor in tensors]
+    arenas = [HostArena(num_slots, per_block * sum(widths), pin=False) for _ in range(2)]
+    runs = page_runs(PagePlaces(arenas[0].stride, 0, sum(widths), per_block, arenas[0].slots_per_piece), pages, slots, 0)
+    cuda = StandInCuda(len(pages))
+    tools = CopyTools(cuda.runtime, StandInBatch(cuda.runtime), StandInKernel(cuda.runtime),
+                      CopyPaths(dict.fromkeys(Direction, ((1, path),))))
+    stream = CudaStream(cuda, 0, "test")
+    HostPageCopier(tensors, arenas[0]).store(runs)
+    assert stream.submit(lambda: CudaPageCopier(tools, tensors, arenas[1]).store(runs)).wait(5.0)
+    np.testing.assert_array_equal(arenas[1].padded_rows, arenas[0].padded_rows)
+    assert stream.submit(lambda: CudaPageCopier(tools, twins, arenas[1]).load(runs)).wait(5.0)
+    for tensor, twin in zip(tensors, twins, strict=True):
+        assert torch.equal(twin[pages], tensor[pages])
+        assert not twin[[page for page in range(num_pages) if page not in pages]].any()
+    used = set(cuda.runtime.calls)
+    assert used == {path.name.lower()} if path is not CopyPath.RUNS and len(runs) * len(widths) > 1 else used <= {
+        "memcpyAsync", "memcpy2DAsync"}
+    assert not tools.missing
+    assert stream.close(5.0)
