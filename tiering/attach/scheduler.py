@@ -163,7 +163,7 @@ class Scheduler:
             if cost > room:
                 total = self.cache.pool(group=group).primary.num_blocks
                 return CapacityError(f"request {request.id}: {cost} primary blocks of group {group} are needed, the pool has {total} and "
-                                     f"{room} of them are free; raise primary, shorten the prompt or ask for fewer tokens", cost, room)
+                                     f"{room} of them are free; enlarge primary, shorten the prompt or ask for fewer tokens", cost, room)
         return None
 
     def never_fits(self, request: Request) -> bool:
