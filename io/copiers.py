@@ -20,7 +20,7 @@ from kvtier.io.cuda_copier import CudaCopier
 from kvtier.io.cuda_memory import Memory as AnyMemory
 from kvtier.io.cuda_stream import load_cuda
 from kvtier.io.layer_copier import BlockRows, LayerCopier, layers_copier, section_copier
-from kvtier.io.layer_pieces import Layers, piece_ends, pieces_on_host
+from kvtier.io.layer_pieces import Layers, piece_ends, pieces_by_layer, pieces_on_host
 from kvtier.io.row_copier import Call, Numbers, RowCopier, Rows
 from kvtier.kernels.partial_copy import copy_partial_blocks
 from kvtier.pools.block_sections import BlockSection
@@ -101,13 +101,14 @@ class HostCopier:
         return [call for copier in copiers for call in copier.plan(sources, destinations)]
 
     def layer_ends(self, pairs: Sequence[tuple[int, int]], most: int) -> tuple[int, ...]:
-        """See ``Copier.layer_ends``. A piece takes a call for each run of neighbours; of a layer-first pool, one more for each layer."""
-        if self._is_of_rows or pieces_on_host(most, len(pairs) * self._block_bytes, 1) == 1:
+        """See ``Copier.layer_ends``. A piece takes a call for each run of neighbours and section; of a layer-first pool, for each layer."""
+        num_bytes = len(pairs) * self._block_bytes
+        if self._is_of_rows or pieces_on_host(most, num_bytes, 1) == 1:
             return (self._num_layers,)
         calls = num_runs(pairs) * len(self._rows_of_sections)
         if any(source.layers or destination.layers for source, destination in self._rows_of_sections):
-            calls *= -(-self._num_layers // most)
-        return piece_ends(self._num_layers, pieces_on_host(most, len(pairs) * self._block_bytes, calls))
+            return piece_ends(self._num_layers, pieces_by_layer(most, num_bytes, calls * self._num_layers))
+        return piece_ends(self._num_layers, pieces_on_host(most, num_bytes, calls))
 
     def _copiers_of(self, layers: Layers) -> list[RowCopier | LayerCopier]:
         found = self._of_layers.get(layers)

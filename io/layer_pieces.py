@@ -37,6 +37,11 @@ def pieces_on_host(most: int, num_bytes: int, calls: int) -> int:
     return max(1, min(most, num_bytes // max(calls * LEAST_CALL_BYTES, 1)))
 
 
+def pieces_by_layer(most: int, num_bytes: int, calls: int) -> int:
+    """The same where each layer takes calls of its own: as many in all, however the layers are shared out among pieces."""
+    return most if num_bytes >= calls * LEAST_CALL_BYTES else 1
+
+
 def pieces_on_device(most: int, num_bytes: int, block_bytes: int) -> int:
     """How many pieces a copy to a device is worth, of blocks of this size: 1 for none."""
     return max(1, min(most, block_bytes // LEAST_UNIT_BYTES, num_bytes // LEAST_PIECE_BYTES))

@@ -57,7 +57,8 @@ def test_on_a_device_a_piece_is_worth_it_while_its_units_are_large(blocks: int, 
     (False, RUN, (2, 4, 6, 8)),
     (False, SCATTERED, (8,)),         # 8 blocks of 1 MiB: whole blocks in one call are faster
     (False, RUN[:1], (8,)),
-    (True, RUN, (2, 4, 6, 8)),        # a call for each layer of a piece, 1 MiB each
+    (True, RUN, (2, 4, 6, 8)),        # a call for each layer, 1 MiB each
+    (True, RUN[:4], (8,)),            # half as much
 ], ids=str)
 def test_large_loads_of_neighbours_are_cut(layer_first: bool, pairs: list[tuple[int, int]], ends: tuple[int, ...]) -> None:
     group = KVLayout.uniform(8, 8, 128, "bfloat16", 32).groups[0]  # 1 MiB
