@@ -16,7 +16,8 @@ PAUSE: Final = 0.25
 SPARE: Final = 1.1
 """So many times a level's size goes through it before what was there is taken to be gone."""
 
-_IDLE_PROMPTS: Final = 8  # of which nothing was stored
+_IDLE_PROMPTS: Final = 8   # of which nothing was stored
+_STILL_PROMPTS: Final = 3  # with which the host level did not grow: it is full
 _DEV_MODE: Final = "start vLLM with VLLM_SERVER_DEV_MODE=1, which offers /reset_prefix_cache"
 
 
@@ -82,13 +83,16 @@ def flush_device(engine: CheckedEngine, rng: random.Random, clock: Clock) -> Flu
 def push_out_of_host(engine: CheckedEngine, rng: random.Random, clock: Clock) -> Flush:
     """Store new prompts until the host level is full and more than all of its content has been replaced."""
     before = last = engine.metrics(clock.left())
-    sent = idle = 0
+    most = before.total(HOST_CHUNKS)
+    sent = idle = still = 0
     try:
         while idle < _IDLE_PROMPTS:
             sent += _fill(engine, rng, clock, writes=True)
+            _poke(engine, rng, clock)  # what a request stores may be counted in the next one's steps only
             now = engine.metrics(clock.left())
-            is_full = now.total(HOST_CHUNKS) <= last.total(HOST_CHUNKS)
-            if is_full and 0 < _stored(before, now) > SPARE * now.total(HOST_CHUNKS):
+            still = still + 1 if now.total(HOST_CHUNKS) <= most else 0
+            most = max(most, now.total(HOST_CHUNKS))
+            if still >= _STILL_PROMPTS and 0 < _stored(before, now) > SPARE * most:
                 return Flush(True, "traffic", sent)
             idle = 0 if _stored(last, now) else idle + 1
             last = now

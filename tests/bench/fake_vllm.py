@@ -52,6 +52,7 @@ class FakeVllm(http.server.ThreadingHTTPServer):
         self.device: dict[str, int] = {}
         self.host: dict[str, int] = {}
         self.nvme: set[str] = set()
+        self.under_way: dict[str, int] = {}
         self.lock = threading.Lock()
         super().__init__(("127.0.0.1", 0), _Handler)
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
@@ -74,6 +75,7 @@ class FakeVllm(http.server.ThreadingHTTPServer):
         words = order["prompt"].split()
         key = order["prompt"] + ("" if will.ignores_salt else order["cache_salt"])
         blocks = (len(words) - 1) // CHUNK
+        self._end_stores()
         source = ""
         if key in self.device:
             source = "device"
@@ -88,10 +90,8 @@ class FakeVllm(http.server.ThreadingHTTPServer):
             self.add(f'vllm:kv_offload_tiering_chunk_hits_total{{tier="{tier}"}}', blocks)
         self._keep(self.device, key, blocks, will.device_blocks)
         if will.attached and will.stores and not wishes.get("skip_write") and blocks and key not in self.host:
-            self._keep(self.host, key, blocks, will.host_chunks)
-            self.nvme.add(key)
+            self.under_way[key] = blocks
             self.add("vllm:kv_offload_cpu_allocation_size_sum", blocks)
-            self.add('vllm:kv_offload_tiering_write_bytes_total{tier="1:kvtier-nvme"}', blocks * 4096)
         self.add("vllm:request_success_total", 1 + will.others)
         seed = zlib.crc32(order["prompt"].encode())
         tokens = [(seed + 7 * place) % 1000 for place in range(order["max_tokens"])]
@@ -103,6 +103,14 @@ class FakeVllm(http.server.ThreadingHTTPServer):
         return {"choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": logprobs,
                                                               "top_logprobs": [{"a": value, "b": value - gap} for value in logprobs]}}],
                 "usage": {"prompt_tokens": len(words)}}
+
+    def _end_stores(self) -> None:
+        """As in vLLM, what a request stores is there, and counted, when the engine makes its next steps."""
+        for key, blocks in self.under_way.items():
+            self._keep(self.host, key, blocks, self.behaviour.host_chunks)
+            self.nvme.add(key)
+            self.add('vllm:kv_offload_tiering_write_bytes_total{tier="1:kvtier-nvme"}', blocks * 4096)
+        self.under_way.clear()
 
     def _keep(self, level: dict[str, int], key: str, blocks: int, most: int | None) -> None:
         level[key] = blocks
