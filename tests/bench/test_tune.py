@@ -168,7 +168,7 @@ def test_bad_input_is_refused_and_nothing_is_written(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     options(tmp_path)
     files = sorted(tmp_path.iterdir())
+    written = {"json_file": tmp_path / "out.json", "config_file": tmp_path / "o.yaml"}
     with pytest.raises(ConfigError, match=said):
-        written = {"json_file": tmp_path / "out.json", "config_file": tmp_path / "o.yaml"}
         run_tune(options(tmp_path, **(written | given)), Console(quiet=True))
     assert sorted(tmp_path.iterdir()) == files
