@@ -349,8 +349,9 @@ class ServingLoop:
                     self._preempt(victim)
                 if not victims:  # nobody to pre-empt: the longest sequence has outgrown the pool
                     longest = max(sequences, key=lambda sequence: sequence.num_tokens)
+                    reason = self.scheduler.outgrowth(longest, error)
                     self._remove(longest, store=True)
-                    self._end(longest, error)
+                    self._end(longest, reason)
             sequences = [sequence for sequence in sequences if sequence.id in self._active]
 
     # -- leaving ---------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class Answer:
     error: KVTierError | None = None
 
 
-@dataclass
+@dataclass(eq=False)  # each is itself, whatever another one looks like
 class ServedSequence:
     """A request on its way: waiting, loading (its reused blocks are promised, not there yet) or running."""
 

@@ -12,6 +12,7 @@ from kvtier.tiering.attach.serving_sequence import LayerwiseModel, PagedEncoderM
 
 if TYPE_CHECKING:
     from kvtier.tiering.manager import KVCacheManager
+    from kvtier.tiering.step import Step
 
 Sampled = tuple[ServedSequence, torch.Tensor]
 """A sequence and its logits, ``[beams, vocabulary]``; of the prompt's last token ``[1, vocabulary]``."""
@@ -40,8 +41,9 @@ def compute_step(cache: KVCacheManager, model: PagedModel, decoding: Sequence[Se
         return outcome
     done: list[ServedSequence] = []
     with cache.step(engine_stream, ids=ids, layer=0 if by_layer else None) as step:
+        waits = _LayerWaits(step, clock)
         if by_layer:
-            cast(LayerwiseModel, model).before_layer = step.wait_layer
+            cast(LayerwiseModel, model).before_layer = waits.wait
         ready = frozenset(step)
         outcome.left_out = [sequence for sequence in (*decoding, *(sequence for sequence, _ in chunks)) if sequence.id not in ready]
         decoding = [sequence for sequence in decoding if sequence.id in ready]
@@ -55,12 +57,12 @@ def compute_step(cache: KVCacheManager, model: PagedModel, decoding: Sequence[Se
             outcome.sampled += zip(decoding, torch.split(logits, [len(sequence.newest) for sequence in decoding]), strict=True)
         for sequence, count in chunks:
             start, end = sequence.computed, sequence.computed + count
-            began = clock()
+            began, waited = clock(), waits.seconds
             logits = _prefill(model, sequence, end, [table[row] for table in tables])
             row += sequence.request.beam_width  # all beams have a row; while the prompt is computed they are the same
             if end == len(sequence.tokens):
                 outcome.sampled.append((sequence, logits[None]))
-            if (seconds := clock() - began) > 0.0:
+            if (seconds := clock() - began - (waits.seconds - waited)) > 0.0:
                 cache.report_prefill(range(start, end), seconds)
             sequence.computed = end
             done.append(sequence)
@@ -75,6 +77,20 @@ def compute_step(cache: KVCacheManager, model: PagedModel, decoding: Sequence[Se
             sequence.prompt_is_stored = True
             cache.store_context(sequence.id)
     return outcome
+
+
+class _LayerWaits:
+    """Waits for layers as the model comes to them, and knows how long: loading is no part of the time that computing takes."""
+
+    def __init__(self, step: Step, clock: Callable[[], float]) -> None:
+        self.seconds = 0.0
+        self._step = step
+        self._clock = clock
+
+    def wait(self, layer: int) -> None:
+        began = self._clock()
+        self._step.wait_layer(layer)
+        self.seconds += self._clock() - began
 
 
 def reads_layer_by_layer(model: PagedModel) -> bool:

@@ -199,6 +199,9 @@ class ScriptedCache:
             return self._blocks(request.num_tokens + request.max_new_tokens)
         return self._blocks(self.longest[request]) - len(self.slots[request])
 
+    def request_block_budget(self, request_id: int, group: int = 0) -> int:
+        return self._blocks(self.longest[request_id])
+
     def start_scheduling(self) -> None:
         self.removed_in_thought.clear()
 
