@@ -48,6 +48,7 @@ class ServePlan:
         shape: of the conversations.
         users: at least so many, and four for each request in flight, so that the device cannot hold them all.
         rounds: recorded at each point; one more warms up.
+        kinds: of points.
         trace: a file to be served instead, with its own arrivals; block: tokens of its blocks; speed: times as fast; most_requests: of it.
     """
 
@@ -55,6 +56,7 @@ class ServePlan:
     shape: Shape = LONG
     users: int = 12
     rounds: int = 5
+    kinds: tuple[str, ...] = KINDS
     trace: Path | None = None
     block: int = 512
     speed: float = 1.0
@@ -64,7 +66,7 @@ class ServePlan:
     def usual(cls, quick: bool, trace: Path | None = None, block: int = 512, speed: float = 1.0) -> ServePlan:
         """The full one, or a first look."""
         if quick:
-            return cls((1, 4), Shape(128, 96, 8, 2), 6, 3, trace, block, speed, 40)
+            return cls((1, 4), Shape(128, 96, 8, 2), 6, 3, KINDS, trace, block, speed, 40)
         return cls(trace=trace, block=block, speed=speed)
 
     def check(self, max_tokens: int) -> None:
@@ -131,7 +133,7 @@ def run_serve(maker: EngineMaker, engine: str, plan: ServePlan, directory: Path 
         "users": plan.users, "shape": vars(plan.shape), "trace": None if plan.trace is None else plan.trace.name, "speed": plan.speed,
         "tokens_per_block": BLOCK, "hit_tokens": hits}, parent)
     with working_folder(parent) as folder:
-        for kind in (TRACE,) if plan.trace is not None else KINDS:
+        for kind in (TRACE,) if plan.trace is not None else plan.kinds:
             for at_once in plan.at_once[-1:] if plan.trace is not None else plan.at_once:
                 point = _Point(f"serve/{engine}/{kind}/{at_once}", kind, at_once)
                 report.say(f"measuring {point.name}")
