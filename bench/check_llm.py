@@ -35,6 +35,7 @@ class LlmEngine:
                               ) from error
         self._sampling: Any = SamplingParams
         self._llm = llm
+        self.ask(Order(self.make_prompt(random.Random(), 4), "kvtier-check-probe", reads=False, writes=False), 0.0)  # it counts from now on
 
     def make_prompt(self, rng: random.Random, num_tokens: int) -> Prompt:
         first = min(100, self._vocabulary // 4)  # special tokens stand at either end of a vocabulary

@@ -27,10 +27,13 @@ DEVICE_TOKENS: Final = "vllm:prefix_cache_hits"
 TIER_TOKENS: Final = "vllm:external_prefix_cache_hits"
 REQUESTS: Final = "vllm:request_success"
 ACTIVE: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+CACHED_TOKENS: Final = "vllm:prompt_tokens_cached_by_source"
+"""Labels: device, host, disk."""
+
 CACHE_INFO: Final = "vllm:cache_config_info"
 
 _MARK: Final = "vllm:kv_offload_kvtier_"
-_LABELS: Final = ("tier",)
+_LABELS: Final = ("tier", "source")
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Metrics:
     """One look at an engine's metrics.
 
     Attributes:
-        values: by name and the value of the label ``tier`` ("" without one), over all engines behind the address.
+        values: by name and the value of the label ``tier`` or ``source`` ("" without one), over all engines behind the address.
         names: all that there are, also those without a value so far.
         cache: vLLM's settings of its own cache, as text.
         num_engines: engines that report, such as data-parallel replicas.

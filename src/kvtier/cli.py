@@ -22,6 +22,7 @@ import typer
 from kvtier import __version__
 from kvtier.cli_check import check
 from kvtier.cli_config import config as config_commands
+from kvtier.cli_serve import bench_serve
 from kvtier.cli_store import store
 from kvtier.cli_top import top
 from kvtier.cli_tune import add_commands
@@ -37,6 +38,7 @@ app.add_typer(config_commands, name="config")
 app.command()(top)
 app.command()(check)
 add_commands(app)  # replay, tune
+bench.command("serve")(bench_serve)
 
 
 def _json_file(text: str) -> Path:

@@ -141,6 +141,11 @@ class ChildEngine:
     def preemptions(self) -> float:
         return self.metrics().get("num_preemptions", 0.0)
 
+    def check(self, level: str, **options: Any) -> dict[str, object]:
+        """What ``kvtier check`` finds in process."""
+        from kvtier.bench.check import check_llm
+        return check_llm(self.llm, level, **options).as_json()
+
     def shutdown(self) -> None:
         self.engine.engine_core.shutdown()
 

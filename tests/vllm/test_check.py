@@ -26,7 +26,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize("dev_mode", ["0", "1"])
+@pytest.mark.parametrize("dev_mode", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_a_server_passes_for_host_memory_and_after_a_restart_for_nvme(smollm: Path, nvme: dict[str, str], tmp_path: Path, dev_mode: str,
                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", dev_mode)

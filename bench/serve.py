@@ -1,0 +1,241 @@
+"""``kvtier bench serve``: a served workload with the tier and without it, in turns: time to first token, throughput, hits by level.
+
+For each number of requests at once there are three points: *none* (nobody comes back: what the tier costs), *returning* (users come back
+after others have pushed them out of the device), *restart* (they come back after a restart of the engine). Each point has fresh engines and
+a fresh store. The engine alone is measured twice in each round: no difference smaller than the one between these two says anything. A point
+at which the tier did not serve from its level, or served where nothing was to be found, is INVALID.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from kvtier.bench.measure import Alternative, Interleaved, Spread
+from kvtier.bench.nvme import working_folder
+from kvtier.bench.plot import check_plot
+from kvtier.bench.report import Limit, Report, ResultRow, check_writable, noise_row
+from kvtier.bench.serve_engine import BLOCK, EngineMaker, HitTokens, ServedEngine, ServeError, Sizes
+from kvtier.bench.serve_plot import plot_serve
+from kvtier.bench.serve_workload import Played, Shape, Workload, distinct_tokens, returning_users, strangers, trace_arrivals
+from kvtier.errors import ConfigError
+from kvtier.io.store_directory import expand
+
+ALONE: Final = "engine alone"
+OURS: Final = "kvtier"
+AGAIN: Final = "engine alone again"
+KINDS: Final = ("none", "returning", "restart")
+TRACE: Final = "trace"
+PERCENTILES: Final = (50, 90, 99)
+NEGLIGIBLE: Final = 0.02
+"""Of throughput: less than this may the tier cost where nothing is found."""
+
+LONG: Final = Shape(shared=512, per_turn=256, answer=32, turns=3)
+_LEVELS: Final = {"returning": "host", "restart": "nvme", TRACE: "host or nvme"}
+_ARRIVALS: Final = 256  # requests of a trace in flight at most
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """What is served.
+
+    Attributes:
+        at_once: requests in flight, one point for each.
+        shape: of the conversations.
+        users: at least so many, and four for each request in flight, so that the device cannot hold them all.
+        rounds: recorded at each point; one more warms up.
+        kinds: of points.
+        trace: a file to be served instead, with its own arrivals; block: tokens of its blocks; speed: times as fast; most_requests: of it.
+    """
+
+    at_once: tuple[int, ...] = (1, 4, 16)
+    shape: Shape = LONG
+    users: int = 12
+    rounds: int = 5
+    kinds: tuple[str, ...] = KINDS
+    trace: Path | None = None
+    block: int = 512
+    speed: float = 1.0
+    most_requests: int = 200
+
+    @classmethod
+    def usual(cls, quick: bool, trace: Path | None = None, block: int = 512, speed: float = 1.0) -> ServePlan:
+        """The full one, or a first look."""
+        if quick:
+            return cls((1, 4), Shape(128, 96, 8, 2), 6, 3, KINDS, trace, block, speed, 40)
+        return cls(trace=trace, block=block, speed=speed)
+
+    def check(self, max_tokens: int) -> None:
+        """Raise ConfigError for what cannot be served."""
+        shape = self.shape
+        if min(self.at_once, default=0) < 1 or self.rounds < 1 or self.users < 1 or shape.turns < 2 or not self.speed > 0.0 \
+                or min(shape.shared, shape.per_turn, shape.answer, self.block, self.most_requests) < 1:
+            raise ConfigError(f"{self}: needs at least 1 at once, 1 round, 1 user, 2 turns of at least 1 token, and a speed above 0")
+        if self.trace is None and shape.longest > max_tokens:
+            raise ConfigError(f"the conversations are {shape.longest} tokens long and the model takes {max_tokens}; use --quick, or "
+                              "another model")
+
+    def workload(self, kind: str, at_once: int, rng: random.Random, maker: EngineMaker) -> Workload:
+        if self.trace is not None:
+            return trace_arrivals(self.trace, self.block, maker.vocabulary, maker.max_tokens, self.most_requests, self.speed)
+        made = strangers if kind == "none" else returning_users
+        return made(rng, self.shape, max(self.users, 4 * at_once), maker.vocabulary)
+
+    def sizes(self, work: Workload, at_once: int) -> Sizes:
+        """The device holds a quarter of the working set (or what is in flight), host memory all of it, NVMe that of every round."""
+        working_set = distinct_tokens((*work.before, *work.timed), BLOCK)
+        in_flight = (work.longest + 2 * BLOCK) * at_once
+        return Sizes(max(working_set // 4, in_flight), working_set * 3 // 2 + in_flight, (self.rounds + 3) * (2 * working_set + in_flight),
+                     work.longest + BLOCK, at_once)
+
+
+@dataclass
+class _Point:
+    """One point under way: engines, and what each round gave."""
+
+    name: str
+    kind: str
+    at_once: int
+    plays: dict[str, list[Played]] = field(default_factory=dict)
+    hits: list[HitTokens] = field(default_factory=list)
+    measured: Interleaved = field(default_factory=Interleaved)
+
+
+def run_serve(maker: EngineMaker, engine: str, plan: ServePlan, directory: Path | None = None, json_file: Path | None = None,
+              plot_file: Path | None = None, quick: bool = False) -> int:
+    """Measure, print a table, write the JSON and draw the picture.
+
+    Args:
+        maker: of engines; ``engine`` is its name in the rows.
+        plan: what is served.
+        directory: a folder on the drive of the NVMe level; the current folder when None. What is written there is removed again.
+        json_file, plot_file: where the figures and the picture go; None writes none.
+        quick: for the report.
+
+    Returns:
+        0, or 1 when a point is invalid.
+
+    Raises:
+        ConfigError: a file, folder, plan or trace that cannot be used.
+    """
+    if json_file is not None:
+        check_writable(json_file)
+    check_plot(plot_file)
+    plan.check(maker.max_tokens)
+    parent = expand(directory) if directory is not None else Path.cwd()
+    hits: dict[str, object] = {}
+    report = Report("kvtier bench serve", {
+        "command": "serve", "quick": quick, "engine": maker.as_json(), "at_once": list(plan.at_once), "rounds": plan.rounds,
+        "users": plan.users, "shape": vars(plan.shape), "trace": None if plan.trace is None else plan.trace.name, "speed": plan.speed,
+        "tokens_per_block": BLOCK, "hit_tokens": hits}, parent)
+    with working_folder(parent) as folder:
+        for kind in (TRACE,) if plan.trace is not None else plan.kinds:
+            for at_once in plan.at_once[-1:] if plan.trace is not None else plan.at_once:
+                point = _Point(f"serve/{engine}/{kind}/{at_once}", kind, at_once)
+                report.say(f"measuring {point.name}")
+                try:
+                    _measure(point, maker, plan, folder / f"{kind}-{at_once}")
+                    _judge(point)
+                except (ServeError, ConfigError) as error:
+                    report.reject(point.name, str(error))
+                    continue
+                hits[point.name] = sum(point.hits, HitTokens(0, 0, 0)).as_json()
+                _add_rows(report, point, plan)
+    report.note("Every ratio is how many times as good as the engine alone, in the same round. noise is the engine alone against itself.")
+    if plot_file is not None and report.rows:
+        plot_serve(plot_file, "kvtier bench serve", report.rows)
+        report.say(f"wrote {plot_file}")
+    return report.finish(json_file)
+
+
+def _measure(point: _Point, maker: EngineMaker, plan: ServePlan, folder: Path) -> None:
+    """Both engines at the same time, in turns. Each arm of each round has prompts of its own, of the same lengths."""
+    arms = (ALONE, OURS, AGAIN)
+    flight = _ARRIVALS if plan.trace is not None else point.at_once
+    unsalted = [plan.workload(point.kind, point.at_once, random.Random(f"{point.name} {number}"), maker)
+                for number in range(plan.rounds + 1)]
+    works = {(arm, number): work.salted(f"{arm} {number}") for number, work in enumerate(unsalted) for arm in arms}
+    sizes = plan.sizes(works[OURS, 0], point.at_once)
+    with ExitStack() as running:
+        engines = _start(maker, sizes, folder, running)
+        if point.kind == "restart":
+            for (arm, _), work in works.items():
+                engines[arm].play(work.before, flight)
+            engines[OURS].settle()
+            running.close()
+            engines = _start(maker, sizes, folder, running)
+        for number in range(plan.rounds + 1):
+            turns = [_turn(point, engines[arm], arm, works[arm, number], flight, number > 0) for arm in arms]
+            point.measured.round(turns, warm_up=number == 0)
+
+
+def _start(maker: EngineMaker, sizes: Sizes, folder: Path, running: ExitStack) -> dict[str, ServedEngine]:
+    folder.mkdir(exist_ok=True)
+    ours = maker.start(sizes, folder)
+    running.callback(ours.close)
+    alone = maker.start(sizes, None)
+    running.callback(alone.close)
+    return {ALONE: alone, OURS: ours, AGAIN: alone}
+
+
+def _turn(point: _Point, engine: ServedEngine, arm: str, work: Workload, flight: int, is_recorded: bool) -> Alternative:
+    before = HitTokens(0, 0, 0)
+
+    def prepare() -> None:
+        nonlocal before
+        if point.kind != "restart" and work.before:
+            engine.play(work.before, flight)
+        if arm == OURS:
+            before = engine.hit_tokens()
+
+    def run() -> float:
+        played = engine.play(work.timed, flight)
+        if is_recorded:
+            point.plays.setdefault(arm, []).append(played)
+        return played.seconds
+
+    def check() -> None:
+        if arm == OURS and is_recorded:
+            point.hits.append(engine.hit_tokens() - before)
+
+    return Alternative(arm, run, prepare, check)
+
+
+def _judge(point: _Point) -> None:
+    """Raises ServeError where the tier did not do what the point is about."""
+    for number, hits in enumerate(point.hits):
+        served = {"host": hits.host, "nvme": hits.nvme, "host or nvme": hits.host + hits.nvme}
+        if point.kind == "none" and hits != HitTokens(0, 0, 0):
+            raise ServeError(f"round {number}: {hits.as_json()} tokens were found, and no prompt was sent twice")
+        if point.kind != "none" and not served[_LEVELS[point.kind]]:
+            raise ServeError(f"round {number}: nothing came from {_LEVELS[point.kind]}: hit tokens {hits.as_json()}; kvtier check says why")
+
+
+def _add_rows(report: Report, point: _Point, plan: ServePlan) -> None:
+    work_tokens = sum(len(answer.tokens) for answer in point.plays[OURS][0].answers)
+    ours, alone = (Spread.of([work_tokens / played.seconds for played in point.plays[arm]]) for arm in (OURS, ALONE))
+    ratio = point.measured.speed_ratios(OURS, ALONE)
+    report.add(ResultRow(f"{point.name}/throughput", "tokens/s", ours.median, ours.low, ours.high, Limit(ALONE, alone.median),
+                         ratio.median))
+    noise = noise_row(f"{point.name}/noise", point.measured, AGAIN, ALONE)
+    report.add(noise)
+    for percent in PERCENTILES:
+        firsts = {arm: [1e3 * played.first_token(percent) for played in point.plays[arm]] for arm in (OURS, ALONE)}
+        spread = Spread.of(firsts[OURS])
+        report.add(ResultRow(f"{point.name}/ttft_p{percent}", "ms", spread.median, spread.low, spread.high,
+                             Limit(ALONE, statistics.median(firsts[ALONE])),
+                             statistics.median(theirs / ours for ours, theirs in zip(firsts[OURS], firsts[ALONE], strict=True))))
+    if point.kind == "none":
+        least = min(noise.low, 1 - NEGLIGIBLE)
+        report.note(f"{point.name}: throughput {ratio.median:.3f} of the engine alone, which is {noise.low:.3f} to {noise.high:.3f} of "
+                    f"itself: {'within' if ratio.median >= least else 'NOT within'} {NEGLIGIBLE:.0%} or that noise")
+    else:
+        hits = sum(point.hits, HitTokens(0, 0, 0)).as_json()
+        different = sum(ours.tokens != theirs.tokens for one, two in zip(point.plays[OURS], point.plays[ALONE], strict=True)
+                        for ours, theirs in zip(one.answers, two.answers, strict=True))
+        report.note(f"{point.name}: hit tokens {hits} in {plan.rounds} rounds; {different} of "
+                    f"{sum(len(played.answers) for played in point.plays[OURS])} answers differ from the engine's alone (near ties may)")
