@@ -55,7 +55,7 @@ MEDIUMS: Final = {Level.SECONDARY: Medium.CPU, Level.NVME: Medium.STORAGE}
 
 
 @dataclass
-class TierTransfer(LoadStoreSpec):  # type: ignore[misc] # without vLLM it is Any
+class TierTransfer(LoadStoreSpec):
     """What vLLM carries from the scheduler to its workers: the parts of one transfer, by group."""
 
     parts: tuple[Part, ...]
@@ -70,7 +70,7 @@ class _Loading:
     from_nvme: set[OffloadKey] = field(default_factory=set)
 
 
-class TieredManager(OffloadingManager):  # type: ignore[misc] # without vLLM it is Any
+class TieredManager(OffloadingManager):
     """An engine's tier, as vLLM's scheduler asks it. All calls but :meth:`shutdown` come from the scheduler's thread.
 
     Args:
