@@ -226,3 +226,11 @@ def test_a_lease_of_lost_content_leaves_room_for_its_successor() -> None:
     assert again is not None
     ledger.complete(again, None, set())
     assert ledger.state(reader, 0, b"a") == HIT
+
+
+def test_a_prompt_longer_than_the_host_level_does_not_push_out_its_own_head() -> None:
+    with TierRig(secondary="2 blocks") as rig:
+        rig.store(keys(2))
+        plan = rig.index.plan_store("longer", keys(4))
+        assert (plan.keys, plan.num_known, plan.num_refused) == ((), 2, 2)
+        rig.load(keys(2))
