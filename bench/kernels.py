@@ -198,7 +198,11 @@ def _measure_append(report: Report, plan: KernelsPlan, dtype: str, page_tokens: 
     def append() -> None:
         write_kv(stage.pool.pages, sources[0], sources[1], stage.table, stage.first_sequence, stage.positions, layer=0, num_layers=1)
 
-    def clear() -> None:
+    def clear_copies() -> None:   # before a copy as before an append: what was just written is nearer than what was not
+        for target in copies:
+            target.zero_()
+
+    def clear_pages() -> None:
         stage.pool.pages.zero_()
 
     def check() -> None:
@@ -208,7 +212,8 @@ def _measure_append(report: Report, plan: KernelsPlan, dtype: str, page_tokens: 
             if not torch.equal(found, source):
                 failures.append(f"wrong {('keys', 'values')[field]} in the pages")
 
-    measured = interleave([Alternative(COPY, copy), Alternative(OURS, append, clear, check), Alternative(AGAIN, copy)], plan.rounds)
+    measured = interleave([Alternative(COPY, copy, clear_copies), Alternative(OURS, append, clear_pages, check),
+                           Alternative(AGAIN, copy, clear_copies)], plan.rounds)
     if failures:
         report.reject(name, failures[0])
         return

@@ -20,6 +20,7 @@ from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Move
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.rules import LedgerRules
+from kvtier.tiering.ledger.uses import TOKENS_PER_KEY
 
 Direction = tuple[int, int]
 """The levels that a Move leads from and to."""
@@ -115,6 +116,7 @@ class _Replay:
     def __init__(self, trace: Trace, settings: ReplaySettings) -> None:
         self.trace = trace
         self.num_blocks = settings.num_blocks
+        settings.rules.history_stride = max(1, TOKENS_PER_KEY // trace.block)
         self.ledger = Ledger([GroupSpec(settings.num_blocks)], 1, settings.rules)
         self.moves: dict[Direction, int] = {}
         self.moments: list[Moment] = []

@@ -47,6 +47,8 @@ class ReplayOptions:
     dtype: str = "bfloat16"
     keep_backing: bool = True
     write_ahead_share: float = 0.25
+    nvme_min_uses: int = 0
+    nvme_max_depth: int = 0
     copy_bandwidth: str | None = None
     nvme_bandwidth: str | None = None
     json_file: Path | None = None
@@ -72,6 +74,7 @@ def run_replay(options: ReplayOptions, console: Console | None = None) -> int:
                                  "tokens_per_block": trace.block, "block_bytes": block_bytes, "model": options.model,
                                  "blocks": dict(zip(LEVEL_NAMES, num_blocks, strict=True)), "policy": options.policy,
                                  "keep_backing": options.keep_backing, "write_ahead_share": options.write_ahead_share,
+                                 "nvme_min_uses": options.nvme_min_uses, "nvme_max_depth": options.nvme_max_depth,
                                  "copy_bandwidth": options.copy_bandwidth, "nvme_bandwidth": options.nvme_bandwidth}
     report = Report(f"kvtier replay {trace.name}", config, console=console)
     for row in replay_rows(result, block_bytes):
@@ -96,7 +99,8 @@ def replay_rules(options: ReplayOptions) -> LedgerRules:
     if not 0.0 <= options.write_ahead_share <= 1.0:
         raise ConfigError(f"write_ahead_share={options.write_ahead_share}: a share from 0 to 1")
     return LedgerRules(max_events=0, policy=options.policy, keep_backing=options.keep_backing,
-                       write_ahead_share=options.write_ahead_share)
+                       write_ahead_share=options.write_ahead_share, nvme_min_uses=options.nvme_min_uses,
+                       nvme_max_depth=options.nvme_max_depth)
 
 
 def read_any_trace(path: Path, block: int | None, tokenizer: str | None) -> Trace:

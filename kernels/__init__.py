@@ -9,6 +9,7 @@ from __future__ import annotations
 from kvtier.kernels.append import write_kv
 from kvtier.kernels.attention import attention_decode, attention_prefill, attention_prefill_batch
 from kvtier.kernels.attention_plan import DecodePlan, PrefillPlan
+from kvtier.kernels.block_offsets import ScratchWindow, fill_block_offsets
 from kvtier.kernels.checks import NULL_ENTRY
 from kvtier.kernels.dispatch import use_reference
 from kvtier.kernels.draft_mask import mask_of_parents, mask_of_places
@@ -29,8 +30,9 @@ from kvtier.kernels.visibility import Visibility
 from kvtier.kernels.write_plan import WritePlan, plan_write
 
 __all__ = [
-    "NULL_ENTRY", "DecodePlan", "OffsetTable", "PrefillPlan", "RingMap", "Rotary", "RotaryStyle", "Visibility", "WritePlan",
-    "append_mla", "attention_decode", "attention_prefill", "attention_prefill_batch", "copy_partial_blocks", "dequantise_nvfp4",
-    "fused_write", "gather_tokens", "mask_of_parents", "mask_of_places", "mla_decode", "mla_prefill", "move_tokens", "plan_write",
-    "quantise_nvfp4", "scatter_indexer_keys", "table_of_page_list", "use_reference", "write_kv", "zero_value_tail",
+    "NULL_ENTRY", "DecodePlan", "OffsetTable", "PrefillPlan", "RingMap", "Rotary", "RotaryStyle", "ScratchWindow", "Visibility",
+    "WritePlan", "append_mla", "attention_decode", "attention_prefill", "attention_prefill_batch", "copy_partial_blocks",
+    "dequantise_nvfp4", "fill_block_offsets", "fused_write", "gather_tokens", "mask_of_parents", "mask_of_places", "mla_decode",
+    "mla_prefill", "move_tokens", "plan_write", "quantise_nvfp4", "scatter_indexer_keys", "table_of_page_list", "use_reference",
+    "write_kv", "zero_value_tail",
 ]

@@ -116,7 +116,7 @@ class DecodePlan:
     """How decode splits sequences over the programs of a GPU, and the buffers in which their parts meet.
 
     The parts of a sequence begin at multiples of ``split_tokens`` of what it sees, whatever else is in the batch: a sequence's
-    result does not depend on the others. A CPU needs no plan.
+    result does not depend on the others. The buffers belong to one stream: calls on two at a time need two plans. A CPU needs none.
 
     Attributes:
         split_tokens: tokens of a part.
@@ -127,7 +127,7 @@ class DecodePlan:
         max_tokens: of the longest sequence.
         query_heads, kv_heads, value_dim: of the layers that it serves.
         device: of the pages.
-        num_programs: programs that fill the device; None: two for each of its multiprocessors.
+        num_programs: programs that fill the device; None: four for each of its multiprocessors.
 
     Raises:
         RequestError: a size below 1.
@@ -184,4 +184,4 @@ class DecodePlan:
 
 
 def _programs_of(device: torch.device) -> int:
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

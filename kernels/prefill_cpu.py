@@ -69,6 +69,8 @@ class _ChunkAttention:
         self._start = first // TILE * TILE
         self._shift = first - self._start
         self._num_tiles = -(-(self._shift + tokens) // TILE)
+        # What lies behind a tile is seen by none of its rows.
+        self._is_cut_by_tile = visibility.is_causal and visibility.ring is None and drafts is None
         self._drafts_depths = None if drafts is None else drafts.sum(1) - 1
         rows = query.new_zeros(self._num_tiles * TILE, heads, self._group, head_dim)
         rows[self._shift:self._shift + tokens] = query.view(tokens, heads, self._group, head_dim)
@@ -80,8 +82,10 @@ class _ChunkAttention:
         tokens_per_block = context.tokens_per_block
         self._spans = visibility.place_spans(first, chunk.length, tokens_per_block)
         self._num_places = visibility.num_places(chunk.length, tokens_per_block)
-        covered = -(-self._num_places // width) * width
-        self._token_of_place = visibility.token_of_place(chunk.length, covered, tokens_per_block, query.device)
+        # A tile's products reach to its last row, which may lie behind the last query.
+        reached = max(chunk.length, self._start + self._num_tiles * TILE) if self._is_cut_by_tile else chunk.length
+        self._reached = -(-visibility.num_places(reached, tokens_per_block) // tokens_per_block) * tokens_per_block
+        self._token_of_place = visibility.token_of_place(chunk.length, self._reached, tokens_per_block, query.device)
 
     def run(self, keys: PageReader, values: PageReader) -> torch.Tensor:
         """``[tokens, query_heads, value_dim]``."""
@@ -100,7 +104,8 @@ class _ChunkAttention:
     def _read(self, begin: int, spans: list[Span], keys: PageReader, values: PageReader) -> _Piece:
         """The piece from place ``begin`` on, of which ``spans`` are seen. Only pages with such places are read."""
         unit = self._context.tokens_per_block
-        blocks = torch.arange(begin // unit, (begin + self._width) // unit, device=self._token_of_place.device)
+        width = min(self._width, self._reached - begin)
+        blocks = torch.arange(begin // unit, (begin + width) // unit, device=self._token_of_place.device)
         stand_in = (begin + spans[0][0]) // unit   # where a page must not be read, or is not there, another one is, and then zeroed
         needed = torch.zeros(len(blocks), dtype=torch.bool, device=blocks.device)
         for first, end in spans:
@@ -109,23 +114,19 @@ class _ChunkAttention:
         read = [next(reader.pieces(reader.locate(entries[field]))) for field, reader in enumerate((keys, values))]
         read = [data.clone() if reader.is_view else data for data, reader in zip(read, (keys, values), strict=True)]
         hidden_from = 0
-        for first, end in [*spans, (self._width, self._width)]:
+        for first, end in [*spans, (width, width)]:
             for data in read:   # nobody has written these rows: they may hold NaN, and 0 * NaN is NaN
                 data[:, hidden_from:first].zero_()
             hidden_from = end
-        tokens = self._token_of_place[begin:begin + self._width]
+        tokens = self._token_of_place[begin:begin + width]
         return _Piece(begin, read[0], read[1], tokens, int(tokens.min()), int(tokens.max()))
 
     def _meet(self, tile: int, piece: _Piece) -> None:
         """Let the rows of a tile see the keys of a piece."""
         visibility, context = self._context.visibility, self._context
         first = self._start + tile * TILE   # position of the tile's first row
-        width = self._width
-        if not visibility.is_causal:
-            width = min(width, self._num_places - piece.begin)
-        elif visibility.ring is None and self._drafts is None:
-            # What lies behind the tile is seen by none of its rows.
-            width = min(width, visibility.num_places(first + TILE, context.tokens_per_block) - piece.begin)
+        end = visibility.num_places(first + TILE, context.tokens_per_block) if self._is_cut_by_tile else self._num_places
+        width = min(self._width, end - piece.begin)
         if width <= 0 or self._is_out_of_sight(first, piece):
             return
         scores = torch.bmm(self._rows[tile], piece.keys[:, :width].transpose(1, 2))

@@ -16,7 +16,15 @@ from kvtier.kernels.compile_check import CompileCase
 from kvtier.kernels.places import TokenPlaces
 from kvtier.kernels.storage import Storage, StoredPages
 from kvtier.kernels.triton_numbers import has_e4m3_instructions
-from kvtier.kernels.triton_rows import block_shape, page_arguments, storage_cases, store_rows
+from kvtier.kernels.triton_rows import (
+    aligned_arguments,
+    block_shape,
+    counts_of,
+    page_arguments,
+    storage_cases,
+    store_rows,
+    unit_strides,
+)
 
 
 def _find_place(
@@ -83,7 +91,7 @@ def _append_kernel(
                    value_scales_token_stride, value_scales_dim_stride, STORAGE, NATIVE, HEADS, VALUE_DIM, BLOCK_HEADS, BLOCK_VALUE)
 
 
-append_kernel = triton.jit(_append_kernel)
+append_kernel = triton.jit(_append_kernel, do_not_specialize=counts_of(_append_kernel))
 
 
 def append_triton(stored: StoredPages, key: torch.Tensor, value: torch.Tensor | None, places: TokenPlaces, layer_offset: int) -> None:
@@ -122,6 +130,7 @@ def _case(storage: Storage, native: bool, dtype: str, architectures: tuple[int, 
     constants = {"HAS_VALUE": value_dim is not None, "HAS_FIRST": True, "STORAGE": int(storage), "NATIVE": native, "HEADS": heads,
                  "KEY_DIM": key_dim, "VALUE_DIM": width, "TOKENS_PER_BLOCK": 32, "BLOCK_HEADS": block_heads, "BLOCK_KEY": block_key,
                  "BLOCK_VALUE": block_shape(heads, width)[1]}
+    constants |= unit_strides(append_kernel.arg_names)
     signature = {name: "constexpr" if name in constants else "i64" for name in append_kernel.arg_names}
     signature |= dict.fromkeys(("key", "value"), "*bf16" if dtype == "u8" else f"*{dtype}")
     signature |= dict.fromkeys(("key_pages", "value_pages"), f"*{dtype}") | dict.fromkeys(("key_scales", "value_scales"), "*u8")
@@ -129,4 +138,5 @@ def _case(storage: Storage, native: bool, dtype: str, architectures: tuple[int, 
     signature |= dict.fromkeys(("key_scale", "value_scale"), "fp32")
     shape = f"{heads}x{key_dim}" + ("/latent" if value_dim is None else "" if value_dim == key_dim else f"+{value_dim}")
     stored = dtype if storage is Storage.SAME else storage.name.lower()
-    return CompileCase(f"append/{stored}/{shape}", append_kernel, signature, constants, architectures)
+    return CompileCase(f"append/{stored}/{shape}", append_kernel, signature, constants, architectures,
+                       aligned_arguments(signature))

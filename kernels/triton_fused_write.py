@@ -14,7 +14,15 @@ from kvtier.kernels.rotary import Rotary
 from kvtier.kernels.storage import Storage, StoredPages
 from kvtier.kernels.triton_append import find_place
 from kvtier.kernels.triton_numbers import float_to_e4m3, has_e4m3_instructions
-from kvtier.kernels.triton_rows import block_shape, page_arguments, storage_cases, store_rows
+from kvtier.kernels.triton_rows import (
+    aligned_arguments,
+    block_shape,
+    counts_of,
+    page_arguments,
+    storage_cases,
+    store_rows,
+    unit_strides,
+)
 
 
 def _load_heads(row: tl.tensor, bias: tl.tensor, head: tl.tensor, dim: tl.tensor, mask: tl.tensor, HAS_BIAS: tl.constexpr,
@@ -117,7 +125,7 @@ def _fused_write_kernel(
 
 
 # Applied as functions: as decorators they would take the kernels' types away from the type checker.
-fused_write_kernel = triton.jit(_fused_write_kernel)
+fused_write_kernel = triton.jit(_fused_write_kernel, do_not_specialize=counts_of(_fused_write_kernel))
 
 
 def fused_write_triton(qkv: torch.Tensor, bias: torch.Tensor | None, rotary: Rotary | None, rotary_positions: torch.Tensor,
@@ -164,6 +172,7 @@ def _case(storage: Storage, native: bool, dtype: str, architectures: tuple[int, 
                  "STORAGE": int(storage), "NATIVE": native, "QUERY_HEADS": query_heads, "KV_HEADS": kv_heads, "DIM": dim,
                  "VALUE_DIM": value_dim, "TOKENS_PER_BLOCK": 32, "QUERY_GROUPS": triton.cdiv(query_heads, block_heads),
                  "BLOCK_HEADS": block_heads, "BLOCK_DIM": block_dim, "BLOCK_VALUE": block_shape(kv_heads, value_dim)[1]}
+    constants |= unit_strides(fused_write_kernel.arg_names)
     signature = {name: "constexpr" if name in constants else "i64" for name in fused_write_kernel.arg_names}
     number = "*bf16" if dtype == "u8" else f"*{dtype}"
     signature |= dict.fromkeys(("qkv", "bias"), number) | {"out": "*u8" if storage is not Storage.SAME else number}
@@ -172,4 +181,5 @@ def _case(storage: Storage, native: bool, dtype: str, architectures: tuple[int, 
     signature |= dict.fromkeys(("positions", "rotary_positions"), "*i64") | dict.fromkeys(("cos", "sin"), "*fp32")
     signature |= dict.fromkeys(("key_scale", "value_scale", "query_scale"), "fp32")
     stored = dtype if storage is Storage.SAME else storage.name.lower()
-    return CompileCase(f"fused_write/{stored}/{query_heads}+{kv_heads}x{dim}", fused_write_kernel, signature, constants, architectures)
+    return CompileCase(f"fused_write/{stored}/{query_heads}+{kv_heads}x{dim}", fused_write_kernel, signature, constants, architectures,
+                       aligned_arguments(signature))

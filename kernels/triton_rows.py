@@ -5,7 +5,7 @@ The part that every kernel of the write path ends with. ``STORAGE`` is a number 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 import triton
@@ -72,6 +72,15 @@ def _store_rows(
 store_rows = triton.jit(_store_rows)
 
 
+def counts_of(kernel: Callable[..., None]) -> list[str]:
+    """The whole-number arguments of a kernel but for strides, for ``do_not_specialize``.
+
+    Triton compiles anew for a number that is 1 or a multiple of 16. Of strides that makes wide loads; for sizes of a batch and numbers of
+    layers it would only stop serving for a second, or break the capture of a graph, whenever the batch changes.
+    """
+    return [name for name, kind in kernel.__annotations__.items() if kind == "int" and not name.endswith("_stride")]
+
+
 def page_arguments(pages: torch.Tensor, block_scales: torch.Tensor | None) -> tuple[object, ...]:
     """A page tensor, its strides, its block scales and theirs, as the kernels take them: bytes wherever elements are bytes."""
     data = pages.view(torch.uint8) if pages.element_size() == 1 else pages
@@ -83,6 +92,16 @@ def block_shape(heads: int, dim: int) -> tuple[int, int]:
     """Heads and dimensions of one program: powers of two, about 1,024 elements, a whole row of a head at least."""
     block_dim = max(16, int(triton.next_power_of_2(dim)))
     return max(1, min(int(triton.next_power_of_2(heads)), 1024 // block_dim)), block_dim
+
+
+def unit_strides(names: Iterable[str]) -> dict[str, int]:
+    """For ``compile_check``: strides that are 1 in practice, as Triton sees them at a launch."""
+    return {name: 1 for name in names if name.endswith("dim_stride") or name == "table_block_stride"}
+
+
+def aligned_arguments(signature: Mapping[str, str]) -> frozenset[str]:
+    """For ``compile_check``: addresses, and strides of whole rows, are multiples of 16."""
+    return frozenset(name for name, kind in signature.items() if kind[0] == "*" or (kind == "i64" and name.endswith("_stride")))
 
 
 def storage_cases() -> Iterator[tuple[Storage, bool, str, tuple[int, ...]]]:

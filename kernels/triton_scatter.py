@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 
 from kvtier.kernels.compile_check import CompileCase
+from kvtier.kernels.triton_rows import counts_of
 
 
 def _scatter_kernel(
     cache: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor, key_slots: torch.Tensor, scale_slots: torch.Tensor, num_elements: int,
-    size_b: int, size_c: int, size_d: int, stride_a: int, stride_b: int, stride_c: int, stride_d: int,
+    size_b: int, size_c: int, size_d: int, a_stride: int, b_stride: int, c_stride: int, d_stride: int,
     key_token_stride: int, key_byte_stride: int, scale_token_stride: int, scale_byte_stride: int,
     KEY_BYTES: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
@@ -27,18 +28,18 @@ def _scatter_kernel(
     mask = (byte < KEY_BYTES) & is_there
     data = tl.load(keys + token * key_token_stride + byte * key_byte_stride, mask=mask, other=0)
     row, table = flat // size_d, flat // size_d // size_c
-    place = flat % size_d * stride_d + row % size_c * stride_c + table % size_b * stride_b + table // size_b * stride_a
+    place = flat % size_d * d_stride + row % size_c * c_stride + table % size_b * b_stride + table // size_b * a_stride
     tl.store(cache + place, data, mask=mask)
     byte = tl.arange(0, 4).to(tl.int64)
     flat = scale_slot + byte
     data = tl.load(scales + token * scale_token_stride + byte * scale_byte_stride, mask=is_there, other=0)
     row, table = flat // size_d, flat // size_d // size_c
-    place = flat % size_d * stride_d + row % size_c * stride_c + table % size_b * stride_b + table // size_b * stride_a
+    place = flat % size_d * d_stride + row % size_c * c_stride + table % size_b * b_stride + table // size_b * a_stride
     tl.store(cache + place, data, mask=is_there)
 
 
 # Applied as a function: as a decorator it would take the kernel's types away from the type checker.
-scatter_kernel = triton.jit(_scatter_kernel)
+scatter_kernel = triton.jit(_scatter_kernel, do_not_specialize=counts_of(_scatter_kernel))
 
 
 def scatter_triton(cache: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor, key_slots: torch.Tensor,

@@ -67,6 +67,8 @@ class Visibility:
 
     def num_places(self, length: int, tokens_per_block: int) -> int:
         """Places that the first ``length`` tokens reach to."""
+        if self.window is None:
+            return length
         bubble = self.bubble(tokens_per_block) if length > self.sinks else 0
         if self.ring is not None:
             return min(length, self.sinks + self.ring.ring) + bubble
@@ -86,6 +88,8 @@ class Visibility:
 
     def place_spans(self, first: int, length: int, tokens_per_block: int) -> list[Span]:
         """The places of those tokens, ascending, neighbours joined."""
+        if self.window is None:
+            return [(0, length)] if length > 0 else []
         bubble = self.bubble(tokens_per_block)
         found: list[Span] = []
         for begin, end in self.token_spans(first, length):

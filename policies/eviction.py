@@ -1,9 +1,10 @@
 """Eviction queues: which slot of a level is given up next (design: taking a slot of a level).
 
 Every unreferenced handle of a group stands in exactly one intrusive, doubly linked list: per level one list of empty handles,
-two of backings, and one per priority (0..100) of cached content, least recently used first. The order of taking is: an empty
-handle, then a backing, then the front of the lowest non-empty priority. Source of the scheme: the priority-LRU eviction policy
-of TensorRT-LLM's KV cache manager; empties first and backings are ours.
+two of backings, and three per priority (0..100) of cached content, one for each grade, least recently used first. The order of taking
+is: an empty handle, then a backing, then one of the fronts of the lowest non-empty priority: that of the largest age x weight of its
+grade. Without a history of uses (``lru``) everything has grade 0. Source of the scheme: the priority-LRU eviction policy of
+TensorRT-LLM's KV cache manager; empties first, backings and grades (``use_history``) are ours.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvtier.errors import ConfigError
+from kvtier.policies.named import candidates_of
 from kvtier.policies.retention import DEFAULT_PRIORITY
+from kvtier.policies.use_history import NUM_GRADES, Weights
 
 if TYPE_CHECKING:
     from mypy_extensions import i64  # machine integers where this is compiled; plain ints otherwise
@@ -23,7 +25,8 @@ NUM_PRIORITIES: Final = 101
 EMPTY: Final = 101          # list of empty handles, behind the lists of priorities 0..100
 BACKING: Final = 102        # list of backings that are given up before content
 KEPT_BACKING: Final = 103   # list of backings that are given up only together with what they back
-LISTS_PER_LEVEL: Final = 104
+GRADE_LISTS: Final = (0, 104, 205)  # by grade, where its lists of priorities 0..100 begin
+LISTS_PER_LEVEL: Final = 306
 NOT_QUEUED: Final = -1
 NEAR: Final = 64           # records looked at around an old neighbour before a list is searched from its ends
 
@@ -46,10 +49,11 @@ class QueueRecord:
         queue: the list the record was inserted in (level and priority), so that it is unlinked from there even after its level
             or priority changed.
         stamp: orders records by their last release.
+        grade_list: where the lists of its grade begin, see ``GRADE_LISTS``.
         extra: its rarely used part, if it has any.
     """
 
-    __slots__ = ("extra", "next", "previous", "priority", "queue", "stamp")
+    __slots__ = ("extra", "grade_list", "next", "previous", "priority", "queue", "stamp")
 
     def __init__(self) -> None:
         self.previous: QueueRecord = self
@@ -57,6 +61,7 @@ class QueueRecord:
         self.queue: i64 = NOT_QUEUED
         self.stamp: i64 = 0
         self.priority: i64 = DEFAULT_PRIORITY
+        self.grade_list: i64 = 0
         self.extra: RecordExtra | None = None
 
     @property
@@ -112,9 +117,14 @@ NOWHERE: Final = QueueRecord()
 
 
 class ListHead(QueueRecord):
-    """Both ends of one list: ``next`` is its front, ``previous`` its back. ``queue`` is its own number."""
+    """Both ends of one list: ``next`` is its front, ``previous`` its back. ``queue`` is its own number.
 
-    __slots__ = ("kind", "length", "level")
+    Attributes:
+        kind: the priority, or EMPTY, BACKING, KEPT_BACKING.
+        grades: of content, the lists of this priority by grade; the first of them counts for all (``content``).
+    """
+
+    __slots__ = ("content", "grades", "kind", "length", "level")
 
     def __init__(self, level: LevelQueues, kind: int, queue: int) -> None:
         super().__init__()
@@ -122,6 +132,8 @@ class ListHead(QueueRecord):
         self.kind: i64 = kind
         self.queue = queue
         self.length: i64 = 0
+        self.content: i64 = 0
+        self.grades: list[ListHead] = [self]
 
 
 class EvictionQueues:
@@ -131,8 +143,14 @@ class EvictionQueues:
         self.levels: list[LevelQueues] = [LevelQueues() for _ in range(num_levels)]
         self.heads: list[ListHead] = []
         for level in self.levels:
-            for kind in range(LISTS_PER_LEVEL):
-                self.heads.append(ListHead(level, kind, len(self.heads)))
+            first = len(self.heads)
+            for number in range(LISTS_PER_LEVEL):
+                self.heads.append(ListHead(level, kind_of(number), len(self.heads)))
+            for priority in range(NUM_PRIORITIES):
+                grades = [self.heads[first + start + priority] for start in GRADE_LISTS]
+                for head in grades:
+                    head.grades = grades
+        self.weights: Weights = (1, 1, 1)
         self.next_stamp: i64 = 1
         self.expiries: list[tuple[float, int, QueueRecord]] = []
 
@@ -210,7 +228,7 @@ class EvictionQueues:
 
         What was just released belongs at the back. What was busy is looked for beside the neighbour it had, then from both ends.
         """
-        head = self.heads[level * LISTS_PER_LEVEL + record.priority]
+        head = self.heads[level * LISTS_PER_LEVEL + record.priority + record.grade_list]
         stamp = record.stamp
         colder = head.previous
         if colder is not head and colder.stamp > stamp:
@@ -244,7 +262,9 @@ class EvictionQueues:
         head.length -= count
         if head.kind < NUM_PRIORITIES:
             level.evictable -= count
-            if head.length == 0:
+            first = head.grades[0]
+            first.content -= count
+            if first.content == 0:
                 del level.occupied[bisect_left(level.occupied, head.kind)]
 
     def appended(self, warmest: QueueRecord, queue: int, count: int) -> None:
@@ -253,8 +273,10 @@ class EvictionQueues:
         warmest.next = head
         head.previous = warmest
         level = head.level
-        if head.length == 0:
+        first = head.grades[0]
+        if first.content == 0:
             insort(level.occupied, head.kind)
+        first.content += count
         level.free += count
         level.evictable += count
         head.length += count
@@ -270,8 +292,23 @@ class EvictionQueues:
             return head
         occupied = head.level.occupied
         if occupied:
-            return self.heads[base + occupied[0]]
+            head = self.heads[base + occupied[0]]
+            return head if head.content == head.length else self._worst_grade(head)
         return None
+
+    def _worst_grade(self, first: ListHead) -> ListHead:
+        """Of one priority's lists, the one whose front is to go next."""
+        worst = first
+        most: i64 = -1
+        for grade in range(NUM_GRADES):
+            head = first.grades[grade]
+            if head.length > 0:
+                weight: i64 = self.weights[grade]
+                age = (self.next_stamp - head.next.stamp) * weight
+                if age > most:
+                    most = age
+                    worst = head
+        return worst
 
     def front(self, level: int) -> QueueRecord | None:
         """The handle that would be taken next at this level; it stays queued. None when nothing can be taken."""
@@ -328,6 +365,11 @@ class EvictionQueues:
             if priority < min_priority:
                 continue
             head = self.heads[level * LISTS_PER_LEVEL + priority]
+            if head.content > head.length:
+                found.extend(self._merged(head, limit - len(found)))
+                if len(found) >= limit:
+                    return found
+                continue
             record = head.next
             while record is not head:
                 if len(found) >= limit:
@@ -336,11 +378,44 @@ class EvictionQueues:
                 record = record.next
         return found
 
+    def _merged(self, first: ListHead, limit: int) -> list[QueueRecord]:
+        """Up to ``limit`` records of one priority, over all grades, in the order in which they would be given up."""
+        found: list[QueueRecord] = []
+        places: list[QueueRecord] = [head.next for head in first.grades]
+        now = self.next_stamp
+        while True:
+            worst = -1
+            most: i64 = -1
+            least: i64 = 0  # from which on this list's records go before every other's
+            for grade in range(NUM_GRADES):
+                if places[grade] is not first.grades[grade]:
+                    value = (now - places[grade].stamp) * self.weights[grade]
+                    if value > most:
+                        least = most + 1
+                        most = value
+                        worst = grade
+                    elif value > least:
+                        least = value
+            if worst < 0:
+                return found
+            head = first.grades[worst]
+            record = places[worst]
+            weight: i64 = self.weights[worst]
+            while record is not head and (now - record.stamp) * weight >= least:
+                if len(found) >= limit:
+                    return found
+                found.append(record)
+                record = record.next
+            places[worst] = record
+
     def members(self, level: int) -> list[QueueRecord]:
         """Every record queued at a level, in the order of taking, kept backings last. For checks and tools: O(n)."""
         found: list[QueueRecord] = []
         for kind in (EMPTY, BACKING, *self.levels[level].occupied, KEPT_BACKING):
             head = self.heads[level * LISTS_PER_LEVEL + kind]
+            if head.content > head.length:
+                found.extend(self._merged(head, head.content))
+                continue
             record = head.next
             while record is not head:
                 found.append(record)
@@ -366,8 +441,10 @@ def _insert_after(place: QueueRecord, record: QueueRecord, head: ListHead) -> No
     level = head.level
     level.free += 1
     if head.kind < NUM_PRIORITIES:
-        if head.length == 0:
+        first = head.grades[0]
+        if first.content == 0:
             insort(level.occupied, head.kind)
+        first.content += 1
         level.evictable += 1
     head.length += 1
 
@@ -404,12 +481,20 @@ def _from_both_ends(head: ListHead, stamp: int) -> QueueRecord:
 def _is_awaited(entry: tuple[float, int, QueueRecord]) -> bool:
     """Whether the record still is the content whose expiry was noted: neither claimed, nor released again, nor forgotten since."""
     expires_at, stamp, record = entry
-    is_content = record.queue != NOT_QUEUED and record.queue % LISTS_PER_LEVEL < NUM_PRIORITIES
+    is_content = record.queue != NOT_QUEUED and kind_of(record.queue % LISTS_PER_LEVEL) < NUM_PRIORITIES
     return is_content and record.stamp == stamp and record.expires_at == expires_at
 
 
+def kind_of(number: int) -> int:
+    """What a list holds, by its number within its level: a priority, or EMPTY, BACKING, KEPT_BACKING."""
+    for start in GRADE_LISTS:
+        if start <= number < start + NUM_PRIORITIES:
+            return number - start
+    return number
+
+
 def eviction_queues(policy: str, num_levels: int) -> EvictionQueues:
-    """The queues for a policy's name. ``default`` and ``lru`` are both priority-LRU for now."""
-    if policy not in ("default", "lru"):
-        raise ConfigError(f"policy={policy!r}: unknown; use 'default' or 'lru'")
-    return EvictionQueues(num_levels)
+    """The queues for a policy's name. ConfigError for one that there is not."""
+    queues = EvictionQueues(num_levels)
+    queues.weights = candidates_of(policy)[0]
+    return queues

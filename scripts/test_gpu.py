@@ -50,6 +50,7 @@ def measure() -> tuple[Report | None, str]:
     try:
         report = measure_gpu_copies()
         add(report, measure_attention, "attention")
+        add(report, measure_writes, "the write path")
         add(report, measure_gds, "GPUDirect Storage")
         return report, ""
     except (KVTierError, RuntimeError) as error:  # RuntimeError: what torch and CuPy say when the device does not go along
@@ -61,6 +62,13 @@ def measure_attention() -> Report:
     from kvtier.bench.kernels_gpu import measure_gpu_decode
 
     return measure_gpu_decode()
+
+
+def measure_writes() -> Report:
+    """Append, fused write, partial copy and NVFP4, beside a copy on the device."""
+    from kvtier.bench.kernels_write_gpu import measure_gpu_write
+
+    return measure_gpu_write()
 
 
 def measure_gds() -> Report:

@@ -36,7 +36,7 @@ def leaving(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> object:
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["demo", "--help"], ["doctor", "--help"],
                                        ["bench", "--help"], ["bench", "copy", "--help"], ["bench", "nvme", "--help"],
                                        ["bench", "ledger", "--help"], ["bench", "integrity", "--help"],
-                                       ["store", "--help"], ["store", "scrub", "--help"]])
+                                       ["store", "--help"], ["store", "scrub", "--help"], ["replay", "--help"], ["tune", "--help"]])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = ("import sys\n"
             "from kvtier.cli import main\n"
@@ -176,3 +176,17 @@ def test_doctor_prints_json_and_fails_on_a_bad_configuration(tmp_path: Path) -> 
     assert bad.returncode == 1
     assert "did you mean 'primary'" in bad.stdout
     assert "Traceback" not in bad.stderr
+
+
+@pytest.mark.parametrize(("command", "said"), [
+    (["replay", "{trace}", "--primary", "8 blocks"], "trace.jsonl, line 2: not JSON"),
+    (["tune", "{trace}"], "trace.jsonl, line 2: not JSON"),
+    (["tune", "{trace}", "--model", "lama-3-8b"], "did you mean llama-3-8b"),
+    (["replay", "{trace}", "--primary", "8 blocks", "--json", "/nonexistent/x.json"], "cannot be written")])
+def test_a_trace_that_cannot_be_used_ends_with_exit_code_2(tmp_path: Path, command: list[str], said: str) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [0]}\n{"timestamp"')
+    ended = kvtier_command(*(part.format(trace=trace) for part in command))
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr

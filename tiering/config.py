@@ -132,8 +132,14 @@ class TierConfig(BaseSettings):
     """With GPUDirect: threads of KvikIO in this process."""
     gds_task_size: str = "1MiB"
     """With GPUDirect: what one of those threads moves at a time; a size in bytes."""
-    policy: Literal["default", "lru"] = "default"
-    """Which content is given up first. Both are the same for now: of the lowest priority, the least recently used."""
+    nvme_min_uses: Annotated[int, Field(ge=0, le=2)] = 0
+    """Write a block to NVMe only when its prompt was asked for so many times before, as far as that is remembered. 1 spares a drive much
+    of what never comes back, and costs hits of what comes back once."""
+    nvme_max_depth: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
+    """Keep off NVMe what lies behind so many blocks of its prompt. None: nothing."""
+    policy: Literal["default", "lru", "halving", "seen-first"] = "default"
+    """Which content of the lowest priority is given up first: "lru" the least recently used; "halving" and "seen-first" keep prompts that
+    were asked for before longer; "default" tries these on samples of the traffic and does what had the most hits (docs/tuning.md)."""
     request_directory_root: Path | None = None
     """Folder under which a request's own ``directory`` must lie, for ``TransferMode.POSIX_DEBUG_FALLBACK``. None: requests may not name
     one."""

@@ -436,7 +436,7 @@ def _ledger(layout: KVLayout, config: TierConfig, sizes: PoolSizes, seed: bytes)
     rules = LedgerRules(config.enable_block_reuse, config.enable_partial_reuse, config.copy_on_partial_reuse,
                         config.secondary_offload_min_priority, config.nvme_offload_min_priority, config.keep_backing,
                         config.write_ahead_share, config.policy, config.event_buffer_max_size, seed, config.chunk_size or 0,
-                        config.window_scratch_blocks)
+                        config.window_scratch_blocks, nvme_min_uses=config.nvme_min_uses, nvme_max_depth=config.nvme_max_depth or 0)
     groups: list[GroupSpec] = []
     for group, num_blocks in zip(layout.groups, zip(sizes.primary, sizes.secondary, sizes.nvme, strict=True), strict=True):
         # No sequence is longer than a window of max_seq_len: full attention then. With a bubble its tokens have other places, and engines

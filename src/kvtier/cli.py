@@ -20,6 +20,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvtier import __version__
+from kvtier.cli_check import check
 from kvtier.cli_config import config as config_commands
 from kvtier.cli_store import store
 from kvtier.cli_top import top
@@ -34,6 +35,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(store, name="store")
 app.add_typer(config_commands, name="config")
 app.command()(top)
+app.command()(check)
 add_commands(app)  # replay, tune
 
 

@@ -20,6 +20,7 @@ _SIZE = 'such as "4096 blocks", "64GiB", or "5%" of the trace\'s unique blocks'
 def add_commands(app: typer.Typer) -> None:
     """Give the command line its commands."""
     app.command()(replay)
+    app.command()(tune)
 
 
 def replay(trace: TraceFile,
@@ -30,6 +31,8 @@ def replay(trace: TraceFile,
            block: Block = None, tokenizer: Tokenizer = None, model: Model = "llama-3.1-8b", dtype: Dtype = "bfloat16",
            keep_backing: Annotated[bool, typer.Option(help="Keep the lower copy of a promoted block.")] = True,
            write_ahead_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the secondary level kept clean.")] = 0.25,
+           nvme_min_uses: Annotated[int, typer.Option(min=0, max=2, help="Earlier uses of a prompt before it is written to NVMe.")] = 0,
+           nvme_max_depth: Annotated[int, typer.Option(min=0, help="Keep off NVMe what lies behind so many blocks; 0: nothing.")] = 0,
            copy_bandwidth: Annotated[str | None, typer.Option(metavar="RATE", help='Simulated, such as "20GB/s"; at once by '
                                                               "default.")] = None,
            nvme_bandwidth: Annotated[str | None, typer.Option(metavar="RATE", help="Simulated, of reads and of writes.")] = None,
@@ -38,5 +41,32 @@ def replay(trace: TraceFile,
     """Run a trace through the real bookkeeping with counted bytes: hits by level, bytes moved and written, evictions."""
     from kvtier.bench.replay_report import ReplayOptions, run_replay
     raise typer.Exit(run_replay(ReplayOptions(
-        trace, primary, secondary, nvme, policy, block, tokenizer, model, dtype, keep_backing, write_ahead_share, copy_bandwidth,
-        nvme_bandwidth, json, plot)))
+        trace, primary, secondary, nvme, policy, block, tokenizer, model, dtype, keep_backing, write_ahead_share, nvme_min_uses,
+        nvme_max_depth, copy_bandwidth, nvme_bandwidth, json, plot)))
+
+
+def tune(trace: TraceFile,
+         primary: Annotated[str, typer.Option(metavar="SIZE", help="Device memory for blocks that the engine has.")] = "40GiB",
+         host_limit: Annotated[str | None, typer.Option(metavar="SIZE", help="Most host memory to recommend; by default 80% of what is "
+                                                        "free.")] = None,
+         nvme_limit: Annotated[str | None, typer.Option(metavar="SIZE", help="Most NVMe to recommend; by default 90% of what is "
+                                                        "free.")] = None,
+         nvme_directory: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of the NVMe level.")] = None,
+         prefill_rate: Annotated[float, typer.Option(metavar="TOKENS", help="Tokens per second that the engine computes.")] = 5000.0,
+         measured: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Figures of kvtier bench copy or nvme; may be "
+                                                             "repeated.")] = None,
+         measure: Annotated[bool, typer.Option(help="Measure this machine first, about a minute.")] = False,
+         endurance: Annotated[str | None, typer.Option(metavar="SIZE", help='What the drive may be written, such as "600TB".')] = None,
+         sample: Annotated[float | None, typer.Option(metavar="SHARE", help="Look at this share of the blocks; by default all of them "
+                                                      "where that takes seconds.")] = None,
+         block: Block = None, tokenizer: Tokenizer = None, model: Model = "llama-3.1-8b", dtype: Dtype = "bfloat16",
+         json: Json = None,
+         html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report that needs no other file.")] = None,
+         config: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a configuration (YAML) ready to use.")] = None) -> None:
+    """Say how much host memory and NVMe a trace's traffic is worth, and what each size buys."""
+    from kvtier.bench.tune_report import TuneOptions, run_tune
+    from kvtier.tiering.config_sources import expand_path
+    directory = None if nvme_directory is None else expand_path(nvme_directory, "--nvme-directory")
+    raise typer.Exit(run_tune(TuneOptions(
+        trace, primary, host_limit, nvme_limit, directory, prefill_rate, measured or (), measure, endurance, sample, block, tokenizer,
+        model, dtype, json, html, config)))

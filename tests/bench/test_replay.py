@@ -14,6 +14,7 @@ from kvtier.bench.replay_report import ReplayOptions, replay_rows, rows_by_name,
 from kvtier.bench.trace import Trace
 from kvtier.bench.trace_synthetic import SHAPES, synthetic_trace, write_synthetic
 from kvtier.errors import ConfigError
+from kvtier.policies.curves import lru_curve
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY
 from kvtier.tiering.ledger.rules import LedgerRules
 
@@ -160,3 +161,42 @@ def test_time_lines_are_drawn(tmp_path: Path, kind: str) -> None:
     with pytest.raises(ConfigError, match="nonsense"):
         run_replay(options(tmp_path, plot_file=tmp_path / "plot.nonsense"), Console(quiet=True))
     assert not (tmp_path / "plot.nonsense").exists()
+
+
+def test_the_curve_in_one_pass_is_what_replays_of_each_size_find() -> None:
+    trace = synthetic_trace("chats", 500, seed=3)
+    curve = lru_curve(trace.reusable_prompts(), trace.num_unique)
+    for capacity in (60, 200, 500, 1500):
+        assert curve.at(capacity - 1) == replay(trace, settings(capacity)).hit_blocks[0]  # one slot is left empty by the last block
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_default_policy_never_finds_much_less_than_lru(shape: str) -> None:
+    trace = synthetic_trace(shape, 1500, seed=5)
+    for percent in (1, 3, 10, 30):
+        capacity = int(trace.num_unique * percent / 100)
+        default, plain = (replay(trace, settings(capacity, policy=policy)).hit_ratio for policy in ("default", "lru"))
+        assert default >= plain - 0.003, f"{percent} %"
+
+
+def test_the_default_policy_finds_much_more_where_popular_documents_meet_a_stream_of_others() -> None:
+    trace = synthetic_trace("documents", 3000, seed=6)
+    capacity = trace.num_unique // 50
+    default, plain = (replay(trace, settings(capacity, policy=policy)).hit_ratio for policy in ("default", "lru"))
+    assert default > plain + 0.02
+
+
+def test_a_replay_is_the_same_every_time() -> None:
+    trace = synthetic_trace("documents", 600)
+    first, second = (replay(trace, settings(60, 120, 300, policy="default")) for _ in range(2))
+    assert (first.hit_blocks, first.moves, first.dropped) == (second.hit_blocks, second.moves, second.dropped)
+
+
+def test_what_is_kept_off_nvme_is_not_written_there() -> None:
+    trace = synthetic_trace("chats", 900)
+    everything = replay(trace, settings(60, 120, 600))
+    seen = replay(trace, settings(60, 120, 600, nvme_min_uses=1))
+    shallow = replay(trace, settings(60, 120, 600, nvme_max_depth=5))
+    assert 0 < seen.nvme_writes < 0.6 * everything.nvme_writes
+    assert 0 < shallow.nvme_writes < everything.nvme_writes / 2
+    assert replay(trace, settings(60, 120, 600, nvme_offload_min_priority=36)).nvme_writes == 0

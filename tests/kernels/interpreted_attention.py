@@ -14,7 +14,6 @@ from attention_batch import NVFP4, AttentionBatch, relative_error
 
 from kvtier.kernels import DecodePlan, PrefillPlan, Visibility, mask_of_parents
 from kvtier.kernels.attention_context import PagedContext
-from kvtier.kernels.split_kv import join_parts
 from kvtier.kernels.triton_decode import decode_triton
 from kvtier.kernels.triton_prefill import prefill_triton
 
@@ -104,21 +103,6 @@ def null_error() -> float:
     return relative_error(out, batch.expected(0, query, [15], hidden=[range(4, 12)]))
 
 
-def join_error() -> float:
-    """The torch twin of the join: parts of random sizes, some empty, joined in two steps."""
-    scores, values = torch.randn(3, 2, 40), torch.randn(40, 2, 8)
-    bounds = [0, 1, 1, 17, 39, 40]
-    parts, sums = torch.zeros(3, 5, 2, 8), torch.full((3, 5, 2), float("-inf"))
-    for part in range(5):
-        piece = scores[..., bounds[part]:bounds[part + 1]]
-        if piece.shape[2]:
-            parts[:, part] = torch.einsum("nhk,khd->nhd", torch.softmax(piece, -1), values[bounds[part]:bounds[part + 1]])
-            sums[:, part] = torch.logsumexp(piece, -1) * 1.4426950408889634
-    first, rest = join_parts(parts[:, :2], sums[:, :2]), join_parts(parts[:, 2:], sums[:, 2:])
-    joined, _ = join_parts(torch.stack([first[0], rest[0]], dim=1), torch.stack([first[1], rest[1]], dim=1))
-    return relative_error(joined, torch.einsum("nhk,khd->nhd", torch.softmax(scores, -1), values))
-
-
 def main() -> int:
     """Exit code 0 when every case agrees."""
     torch.manual_seed(0)
@@ -139,7 +123,7 @@ def main() -> int:
         "prefill 71": prefill_error({"heads": 1, "group": 71}, [(5, 2)], False, None),
         "prefill nvfp4": prefill_error({"dtype": NVFP4, "heads": 1} | QUARTERS, [(6, 4)], False, None),
         "prefill latent": prefill_error({"latent": True, "heads": 1, "group": 4, "key_dim": 48, "value_dim": 32}, [(6, 4)], False, None),
-        "drafts": drafts_error(), "sources": sources_error(), "cross": cross_error(), "null": null_error(), "join": join_error()}
+        "drafts": drafts_error(), "sources": sources_error(), "cross": cross_error(), "null": null_error()}
     for name, error in found.items():
         print(f"{name}: {'agrees' if error < 1e-5 else 'DIFFERS'} ({error:.1e})")
     return 0 if all(error < 1e-5 for error in found.values()) else 1

@@ -77,6 +77,15 @@ def test_pages_may_lie_in_memory_in_any_order(paged, same_bits, head_dim, order,
     assert same_bits(pages.contiguous(), expected.pages.to(torch.float16).to(dtype))
 
 
+def test_pages_may_have_gaps_between_the_numbers_of_a_row(paged, same_bits):
+    batch, expected = paged([7, 2]), paged([7, 2]).write_without_kernel()
+    memory = torch.full((*batch.pages.shape[:3], 16), float("nan"))
+    key, value, sequences, positions = all_tokens(batch)
+    write_kv(memory[..., ::2], key, value, batch.table, sequences, positions, **batch.address)
+    assert same_bits(memory[..., ::2], expected.pages)
+    assert bool(memory[..., 1::2].isnan().all())
+
+
 def test_a_token_of_no_sequence_is_skipped(paged, same_bits):
     batch, expected = paged([3, 2]), paged([3, 2]).write_without_kernel()
     key, value, sequences, positions = all_tokens(batch)
@@ -130,6 +139,16 @@ def null_value_entry(call):
     return "table[1, 1, 0]=-1 (sequence 1, values of positions 0 to 3): null"
 
 
+def null_key_entry(call):
+    call["table"][1, 0, 0] = -1
+    return "table[1, 0, 0]=-1 (sequence 1, keys of positions 0 to 3): null"
+
+
+def null_entry_beside_a_skipped_token(call):
+    call["sequence_of_token"][1] = -1
+    return null_value_entry(call)
+
+
 def entry_beyond_the_pool(call):
     call["table"][0, 0, 1] = 48
     return "table[0, 0, 1]=48 (sequence 0, keys of positions 4 to 7): outside the pool (allowed: 0 to 45"
@@ -162,7 +181,8 @@ def table_of_another_layer_count(call):
 
 
 NO_PAGE = [wrong_sequence, wrong_negative_sequence, position_beyond_the_table, negative_position, position_without_a_block,
-           null_value_entry, entry_beyond_the_pool, entry_whose_layer_is_beyond_the_pool, entry_below_null,
+           null_key_entry, null_value_entry, null_entry_beside_a_skipped_token, entry_beyond_the_pool,
+           entry_whose_layer_is_beyond_the_pool, entry_below_null,
            position_in_a_reused_block]
 WRONG_PAGE = [swapped_fields, table_of_another_layer_count]   # seen only when num_layers is given
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from attention_batch import AttentionBatch
 
 from kvtier.errors import RequestError
 from kvtier.kernels import DecodePlan, PrefillPlan, attention_decode, attention_prefill_batch
+from kvtier.kernels.split_kv import join_parts
 
 SIZES = {"max_sequences": 4, "max_tokens": 100_000, "query_heads": 8, "kv_heads": 2, "value_dim": 64}
 
@@ -31,7 +34,7 @@ def test_a_tile_is_rows_of_one_sequence_and_the_late_ones_come_first():
 
 
 @pytest.mark.parametrize(("max_sequences", "max_tokens", "programs", "split_tokens", "num_splits"), [
-    (1, 100_000, 264, 768, 131),      # one long sequence: two parts for each of 132 multiprocessors over two heads
+    (1, 100_000, 264, 768, 131),      # one long sequence: its parts over two heads fill the device
     (1, 100, 264, 256, 1),            # short: a part below 256 tokens is not worth it
     (512, 100_000, 264, 4096, 25),    # many: a part is still bounded, so that a long one among short ones is shared out
     (64, 4000, 264, 1536, 3),
@@ -112,3 +115,41 @@ def test_causality_is_the_same_in_plan_and_visibility():
     batch = AttentionBatch([9])
     with pytest.raises(RequestError, match=r"a plan with is_causal=False and visibility\.is_causal=True"):
         attention_prefill_batch(batch.queries(3), batch.pages, batch.table, PrefillPlan([0, 3], [9], is_causal=False), **batch.how)
+
+
+def test_parts_are_joined_by_their_log_sums_in_any_number_and_order():
+    """Parts of random sizes, some of them empty, joined at once and in two steps."""
+    torch.manual_seed(4)
+    scores, values = torch.randn(3, 2, 40, dtype=torch.float64), torch.randn(40, 2, 8, dtype=torch.float64)
+    bounds = [0, 1, 1, 17, 39, 40]
+    parts, sums = torch.zeros(3, 5, 2, 8, dtype=torch.float64), torch.full((3, 5, 2), float("-inf"), dtype=torch.float64)
+    for part in range(5):
+        piece = scores[..., bounds[part]:bounds[part + 1]]
+        if piece.shape[2]:
+            parts[:, part] = torch.einsum("nhk,khd->nhd", torch.softmax(piece, -1), values[bounds[part]:bounds[part + 1]])
+            sums[:, part] = torch.logsumexp(piece, -1) / math.log(2)
+    expected = torch.einsum("nhk,khd->nhd", torch.softmax(scores, -1), values)
+    joined, log_sum = join_parts(parts, sums)
+    assert torch.allclose(joined, expected)
+    assert torch.allclose(log_sum * math.log(2), torch.logsumexp(scores, -1))
+    steps = [join_parts(parts[:, places], sums[:, places]) for places in ([4, 0], [1], [3, 2])]
+    assert torch.allclose(join_parts(*(torch.stack(field, dim=1) for field in zip(*steps, strict=True)))[0], expected)
+    nothing, log_sum = join_parts(parts[:, 1:2], sums[:, 1:2])
+    assert torch.equal(nothing, torch.zeros(3, 2, 8, dtype=torch.float64))
+    assert (log_sum == -math.inf).all()
+
+
+def test_the_reference_names_what_the_kernels_would_trust(reference_kernels):
+    """Switched on to debug an engine: it checks even where checks were left out, and sees what nobody wrote."""
+    batch = AttentionBatch([9, 9])
+    query, lengths = batch.queries(2), torch.tensor([9, 9])
+    good = attention_decode(query, batch.pages, batch.table, lengths, check_values=False, **batch.how)
+    assert good.isfinite().all()
+    with pytest.raises(RequestError, match=r"token 9 of sequence 1: NaN in its key or value \(page entry 1 of block 2\)"):
+        attention_decode(query, batch.pages, batch.table, torch.tensor([9, 10]), check_values=False, **batch.how)
+    batch.table[1, 1, 0] = -1
+    with pytest.raises(RequestError, match=r"table\[1, 1, 0\]=-1 \(sequence 1, values of positions 0 to 3\): null"):
+        attention_decode(query, batch.pages, batch.table, lengths, check_values=False, **batch.how)
+    batch.table[1, 1, 0] = 10**6
+    with pytest.raises(RequestError, match="outside the pool"):
+        attention_prefill_batch(batch.queries(1), batch.pages, batch.table, PrefillPlan([0, 0, 1], [0, 8]), check_values=False, **batch.how)

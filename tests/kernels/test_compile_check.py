@@ -63,6 +63,16 @@ def test_every_module_with_a_kernel_is_compiled_and_every_kernel_for_every_gpu()
     assert all(found == {80, 90, 100} for found in architectures.values())
 
 
+@pytest.mark.parametrize("name", ["triton_append", "triton_block_offsets", "triton_fused_write", "triton_nvfp4", "triton_partial_copy",
+                                  "triton_scatter", "triton_value_tail"])
+def test_a_kernel_is_not_compiled_anew_for_another_batch_or_layer(name):
+    for case in importlib.import_module(f"kvtier.kernels.{name}").compile_cases():
+        numbers = [argument for argument, kind in case.signature.items() if kind in ("i32", "i64")]
+        counts = [argument for argument in numbers if not argument.endswith("_stride")]
+        assert counts, case.name
+        assert set(counts) <= set(case.kernel.do_not_specialize), case.name
+
+
 @pytest.mark.parametrize("name", ["append/nvfp4/8x128", "append/bf16/1x512+64", "value_tail/bf16/8x128", "fused_write/nvfp4/32+8x128",
                                   "indexer_scatter/128", "partial_copy/i16/128", "block_offsets/scratch"])
 def test_no_offset_is_multiplied_in_32_bits(name):

@@ -11,13 +11,11 @@ import pytest
 import torch
 from toy_engine import MakeCache, ToyEngine, tokens_of
 
-import kvtier
 from kvtier import (
     CapacityError,
     ConfigError,
     KVCacheManager,
     KVLayout,
-    KVTierError,
     Level,
     Request,
     RequestError,
@@ -335,12 +333,3 @@ def test_a_block_holds_a_power_of_two_of_tokens(tokens_per_block: int) -> None:
 def test_an_unknown_device_is_refused(layout: KVLayout) -> None:
     with pytest.raises(ConfigError, match="use 'cpu', 'cuda' or 'cuda:N'"):
         KVCacheManager(layout, TierConfig(primary="8 blocks"), device="tpu")
-
-
-# -- not included yet -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["TierIndex", "TierWorker"])
-def test_the_other_way_to_attach_says_that_it_is_not_included(name: str) -> None:
-    with pytest.raises(KVTierError, match=f"{name} is not included yet"):
-        getattr(kvtier, name)("anything", goes=True)

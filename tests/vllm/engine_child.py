@@ -115,7 +115,8 @@ class ChildEngine:
         index = self._index()
         index.poll()
         index.verify()
-        return dataclasses.asdict(index.stats())
+        stats = index.stats()
+        return dataclasses.asdict(stats) | {"hit_blocks": stats.hit_blocks._asdict()}
 
     def flush(self, timeout: float = 30.0) -> bool:
         return bool(self._index().flush(timeout))

@@ -130,7 +130,7 @@ def test_reset_forgets_all_levels_and_goes_on(hybrid: Path, plain_hybrid: Engine
         assert engine.reset(connector=True), "without settling: stores are in flight"
         answers = engine.generate(prompts=prompts, max_tokens=STOPPED_AT)
         assert differences(answers, right)[0] == []
-        assert settled(engine)["hit_blocks"] == {"secondary": 0, "nvme": 0}
+        assert settled(engine)["hit_blocks"] == {"primary": 0, "secondary": 0, "nvme": 0}
         engine.sleep_and_wake(prompts=prompts, steps=3)
         assert differences(engine.generate(prompts=prompts, max_tokens=STOPPED_AT), right)[0] == []
         settled(engine)

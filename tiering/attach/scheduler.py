@@ -163,8 +163,19 @@ class Scheduler:
             if cost > room:
                 total = self.cache.pool(group=group).primary.num_blocks
                 return CapacityError(f"request {request.id}: {cost} primary blocks of group {group} are needed, the pool has {total} and "
-                                     f"{room} of them are free; raise primary, shorten the prompt or ask for fewer tokens", cost, room)
+                                     f"{room} of them are free; enlarge primary, shorten the prompt or ask for fewer tokens", cost, room)
         return None
+
+    def outgrowth(self, sequence: ServedSequence, error: CapacityError) -> CapacityError:
+        """Why an active request that runs alone finds no block: it may need more than there are until it is complete; or else ``error``."""
+        for group in range(len(self.cache.layout.groups)):
+            budget = self.cache.request_block_budget(sequence.id, group=group)
+            total = self.cache.pool(group=group).primary.num_blocks
+            if budget > total:
+                return CapacityError(f"request {sequence.id} has outgrown the pool: until it is complete it may hold {budget} primary "
+                                     f"blocks of group {group}, the pool has {total}; enlarge primary, ask for fewer tokens, or use "
+                                     "admission='guaranteed_no_evict', which refuses such a request at once", budget, total)
+        return error
 
     def never_fits(self, request: Request) -> bool:
         """Whether a request needs more blocks than there are, whoever ends."""

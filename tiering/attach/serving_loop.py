@@ -29,7 +29,7 @@ from kvtier.tiering.attach.claims import claim, release
 from kvtier.tiering.attach.sampling import GREEDY, Sampling, draw, greedy
 from kvtier.tiering.attach.scheduler import AdmissionName, ChunkingName, Scheduler
 from kvtier.tiering.attach.serving_sequence import Answer, PagedModel, ServedSequence
-from kvtier.tiering.attach.serving_step import Sampled, compute_step
+from kvtier.tiering.attach.serving_step import Sampled, compute_step, reads_layer_by_layer
 from kvtier.tiering.ledger.request import Request
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class ServingLoop:
         self.room_timeout = room_timeout
         self.engine_stream = engine_stream
         self.clock = clock
+        self._first_layer = 0 if reads_layer_by_layer(model) else None  # with it a sequence may begin; None: with all of them
         self._waiting: deque[ServedSequence] = deque()
         self._active: dict[int, ServedSequence] = {}  # in order of admission
         self._ended: list[Answer] = []
@@ -237,7 +238,7 @@ class ServingLoop:
     def _confirm_loads(self) -> None:
         """Let those run whose promised blocks have arrived. When nobody can run, wait a moment for the first."""
         for sequence in [sequence for sequence in self._active.values() if sequence.loading]:
-            if self.cache.is_ready(sequence.id):
+            if self.cache.is_ready(sequence.id, layer=self._first_layer):
                 self._confirm(sequence)
         late = [sequence for sequence in self._active.values() if sequence.loading]
         if late and len(late) == len(self._active):
@@ -248,7 +249,7 @@ class ServingLoop:
 
     def _confirm(self, sequence: ServedSequence) -> None:
         try:
-            valid = self.cache.wait_ready(sequence.id, timeout=_NAP_SECONDS)
+            valid = self.cache.wait_ready(sequence.id, layer=self._first_layer, timeout=_NAP_SECONDS)
         except TimeoutError:
             return
         except CapacityError:
@@ -348,8 +349,9 @@ class ServingLoop:
                     self._preempt(victim)
                 if not victims:  # nobody to pre-empt: the longest sequence has outgrown the pool
                     longest = max(sequences, key=lambda sequence: sequence.num_tokens)
+                    reason = self.scheduler.outgrowth(longest, error)
                     self._remove(longest, store=True)
-                    self._end(longest, error)
+                    self._end(longest, reason)
             sequences = [sequence for sequence in sequences if sequence.id in self._active]
 
     # -- leaving ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,6 +27,12 @@ class PagedModel(Protocol):
     def prefill(self, tokens: Sequence[int], past: int, *table_rows: torch.Tensor) -> torch.Tensor: ...
 
     def decode(self, tokens: Sequence[int], pasts: Sequence[int], *tables: torch.Tensor) -> torch.Tensor: ...
+
+
+class LayerwiseModel(PagedModel, Protocol):
+    """A model that calls ``before_layer(layer)``, unless it is None, before it uses the pages of a model layer."""
+
+    before_layer: Callable[[int], object] | None
 
 
 class PagedEncoderModel(PagedModel, Protocol):
@@ -69,7 +75,7 @@ class Answer:
     error: KVTierError | None = None
 
 
-@dataclass
+@dataclass(eq=False)  # each is itself, whatever another one looks like
 class ServedSequence:
     """A request on its way: waiting, loading (its reused blocks are promised, not there yet) or running."""
 

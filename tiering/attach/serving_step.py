@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from kvtier.tiering.attach.serving_sequence import PagedEncoderModel, PagedModel, ServedSequence
+from kvtier.tiering.attach.serving_sequence import LayerwiseModel, PagedEncoderModel, PagedModel, ServedSequence
 
 if TYPE_CHECKING:
     from kvtier.tiering.manager import KVCacheManager
+    from kvtier.tiering.step import Step
 
 Sampled = tuple[ServedSequence, torch.Tensor]
 """A sequence and its logits, ``[beams, vocabulary]``; of the prompt's last token ``[1, vocabulary]``."""
@@ -29,16 +30,21 @@ def compute_step(cache: KVCacheManager, model: PagedModel, decoding: Sequence[Se
                  chunks: Sequence[tuple[ServedSequence, int]], engine_stream: object, clock: Callable[[], float]) -> StepOutcome:
     """Compute the newest tokens of ``decoding`` in one batch and ``chunks`` (sequence, prompt tokens) one by one.
 
-    Sequences whose blocks turn out not to be there are left out by the cache. One that waits for the blocks of its next chunk (see
-    ``KVCacheManager.is_paused``) is left out too, but has nothing to report.
+    Sequences whose blocks turn out not to be there are left out by the cache. With a model that has a ``before_layer``, the step begins
+    with its first layer's blocks and waits for each of the others when the model comes to it; what was computed for sequences that lost
+    blocks meanwhile is forgotten.
     """
     outcome = StepOutcome()
+    by_layer = reads_layer_by_layer(model)
     ids = [*(sequence.id for sequence in decoding), *(sequence.id for sequence, _ in chunks)]
     if not ids:
         return outcome
     done: list[ServedSequence] = []
-    with cache.step(engine_stream, ids=ids) as ready_ids:
-        ready = frozenset(ready_ids)
+    with cache.step(engine_stream, ids=ids, layer=0 if by_layer else None) as step:
+        waits = _LayerWaits(step, clock)
+        if by_layer:
+            cast(LayerwiseModel, model).before_layer = waits.wait
+        ready = frozenset(step)
         outcome.left_out = [sequence for sequence in (*decoding, *(sequence for sequence, _ in chunks)) if sequence.id not in ready]
         decoding = [sequence for sequence in decoding if sequence.id in ready]
         chunks = [(sequence, count) for sequence, count in chunks if sequence.id in ready]
@@ -51,21 +57,45 @@ def compute_step(cache: KVCacheManager, model: PagedModel, decoding: Sequence[Se
             outcome.sampled += zip(decoding, torch.split(logits, [len(sequence.newest) for sequence in decoding]), strict=True)
         for sequence, count in chunks:
             start, end = sequence.computed, sequence.computed + count
-            began = clock()
+            began, waited = clock(), waits.seconds
             logits = _prefill(model, sequence, end, [table[row] for table in tables])
             row += sequence.request.beam_width  # all beams have a row; while the prompt is computed they are the same
             if end == len(sequence.tokens):
                 outcome.sampled.append((sequence, logits[None]))
-            if (seconds := clock() - began) > 0.0:
+            if (seconds := clock() - began - (waits.seconds - waited)) > 0.0:
                 cache.report_prefill(range(start, end), seconds)
             sequence.computed = end
             done.append(sequence)
+    lost = [sequence for sequence in (*decoding, *done) if sequence.id in step.lost]
+    if lost:
+        outcome.left_out += lost
+        outcome.sampled = [(sequence, logits) for sequence, logits in outcome.sampled if sequence not in lost]
+        done = [sequence for sequence in done if sequence not in lost]
     for sequence in done:
         cache.mark_computed(sequence.id, sequence.computed)
         if sequence.computed == len(sequence.tokens) and not sequence.prompt_is_stored:
             sequence.prompt_is_stored = True
             cache.store_context(sequence.id)
     return outcome
+
+
+class _LayerWaits:
+    """Waits for layers as the model comes to them, and knows how long: loading is no part of the time that computing takes."""
+
+    def __init__(self, step: Step, clock: Callable[[], float]) -> None:
+        self.seconds = 0.0
+        self._step = step
+        self._clock = clock
+
+    def wait(self, layer: int) -> None:
+        began = self._clock()
+        self._step.wait_layer(layer)
+        self.seconds += self._clock() - began
+
+
+def reads_layer_by_layer(model: PagedModel) -> bool:
+    """Whether the model says which layer it comes to, so that it can begin before the last one's blocks have arrived."""
+    return hasattr(model, "before_layer")
 
 
 def _encode(model: PagedModel, sequences: Sequence[ServedSequence], tables: Sequence[torch.Tensor]) -> None:

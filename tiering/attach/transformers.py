@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
@@ -68,6 +68,10 @@ class AttachedModel:
         key_scale, value_scale: of pools that store FP8 or INT8: what stored keys and values are multiplied by to be read. A latent row
             has one scale, ``key_scale``.
 
+    Attributes:
+        before_layer: called with the number of each layer of the layout before its pages are used; None at first. The serving loop sets
+            it, so that a step can begin while blocks of later layers are still arriving.
+
     Raises:
         ConfigError: an unsupported model, one that is attached already, pools of another shape, dtype or device, a pool that another model
             uses, or a scale for pools that store numbers as they are.
@@ -90,6 +94,7 @@ class AttachedModel:
                 raise
         register()
         self.model = model
+        self.before_layer: Callable[[int], object] | None = None
         self._pools = pools
         self._device = pools[0].pages.device
         layout = layout_of(model.config, dtype=pools[0].group.dtype, tokens_per_block=pools[0].group.tokens_per_block)
@@ -135,7 +140,7 @@ class AttachedModel:
         """
         positions = torch.arange(past, past + len(tokens), dtype=torch.int32, device=self._device)
         step = PagedStep(self._places, [row[None] for row in table_rows], torch.zeros_like(positions), positions, past=past,
-                         encoder_lengths=self._lengths(encoder_lengths))
+                         encoder_lengths=self._lengths(encoder_lengths), before_layer=self.before_layer)
         return self._forward(torch.tensor([tokens], dtype=torch.long, device=self._device), positions[None], step)[0]
 
     def decode(self, tokens: Sequence[int], pasts: Sequence[int], *tables: torch.Tensor,
@@ -153,7 +158,8 @@ class AttachedModel:
         """
         positions = torch.tensor(pasts, dtype=torch.int32, device=self._device)
         rows = torch.arange(len(tokens), dtype=torch.int32, device=self._device)
-        step = PagedStep(self._places, tables, rows, positions, lengths=positions + 1, encoder_lengths=self._lengths(encoder_lengths))
+        step = PagedStep(self._places, tables, rows, positions, lengths=positions + 1, encoder_lengths=self._lengths(encoder_lengths),
+                         before_layer=self.before_layer)
         return self._forward(torch.tensor(tokens, dtype=torch.long, device=self._device)[:, None], positions[:, None], step)
 
     def _lengths(self, encoder_lengths: Sequence[int]) -> torch.Tensor | None:

@@ -70,6 +70,8 @@ class AttachedEncoderDecoder(AttachedModel):
         with torch.inference_mode():
             inputs = torch.tensor([list(encoder_tokens)], dtype=torch.long, device=self._device)
             output = encoder(input_ids=inputs, **{STEP_KEYWORD: ENCODER_PASS}).last_hidden_state[0]
+            if self.before_layer is not None:
+                self.before_layer(len(self._places) - 1)
             for layer, place in zip(self._cross_layers, self._cross_places, strict=True):
                 keys, values = (project(output).view(len(encoder_tokens), layer.num_heads, layer.head_dim)
                                 for project in (layer.k_proj, layer.v_proj))

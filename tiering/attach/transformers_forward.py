@@ -8,7 +8,7 @@ global state, so two attached models never see each other's batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -93,6 +93,7 @@ class PagedStep:
         past: for a prompt chunk, how many tokens of the sequence are in the pool already; None for decode.
         lengths: for decode, int32 ``[sequences]``, tokens of each sequence with the new one; None for a prompt chunk.
         encoder_lengths: int32 ``[sequences]``, tokens of each sequence's encoder output; None for models without an encoder.
+        before_layer: called with a layer's number before its pages are used; None where all of them have arrived.
     """
 
     places: Sequence[LayerPlace]
@@ -102,6 +103,13 @@ class PagedStep:
     past: int | None = None
     lengths: torch.Tensor | None = None
     encoder_lengths: torch.Tensor | None = None
+    before_layer: Callable[[int], object] | None = None
+
+    def reach(self, layer: int) -> LayerPlace:
+        """Where a layer's pages are, when they may be used."""
+        if self.before_layer is not None:
+            self.before_layer(layer)
+        return self.places[layer]
 
     def attend(self, query: torch.Tensor, place: LayerPlace, scale: float, soft_cap: float | None = None) -> torch.Tensor:
         """Attention of the new tokens ``[tokens, query_heads, head_dim]`` over one layer's pages."""
@@ -148,7 +156,7 @@ def paged_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Ten
     layer_number = module.layer_idx
     assert isinstance(layer_number, int)
     is_cross = step.encoder_lengths is not None and not module.is_causal
-    place = step.places[layer_number + (len(step.places) // 2 if is_cross else 0)]
+    place = step.reach(layer_number + (len(step.places) // 2 if is_cross else 0))
     scale = scaling if scaling is not None else head_dim**-0.5
     if place.is_latent:  # written already, before it was expanded to these keys and values
         latent = latent_attention(module, query.transpose(1, 2).reshape(batch * tokens, heads, head_dim), place, step, scale)

@@ -34,7 +34,7 @@ class LatentWriter:
                **_keywords: object) -> tuple[torch.Tensor, torch.Tensor]:
         """Write ``[batch, 1, tokens, latent_dim]`` and ``[batch, 1, tokens, rope_dim]`` into the pages, and give them back: what the model
         makes of them is left aside."""
-        step, place = self._step, self._step.places[layer_idx]
+        step, place = self._step, self._step.reach(layer_idx)
         append_mla(place.pages, latent.flatten(0, 2), rope.flatten(0, 2), step.tables[place.group], step.sequence_of_token, step.positions,
                    layer=place.position, num_layers=place.num_layers, scale=place.key_scale, check_values=place.check)
         return latent, rope

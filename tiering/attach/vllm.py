@@ -47,7 +47,7 @@ except ImportError as error:
 _log = logging.getLogger(__name__)
 
 
-class TieredSpec(OffloadingSpec):  # type: ignore[misc] # without vLLM it is Any
+class TieredSpec(OffloadingSpec):
     """What vLLM asks for a manager and for workers. See the module.
 
     Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.errors import KVTierError, RequestError
+from kvtier.errors import KVTierError
 from kvtier.tiering.attach.vllm_metrics import MetricsSinceLast
 from kvtier.tiering.attach.vllm_pages import Part
 from kvtier.tiering.attach.vllm_wishes import read_wishes
@@ -55,7 +55,7 @@ MEDIUMS: Final = {Level.SECONDARY: Medium.CPU, Level.NVME: Medium.STORAGE}
 
 
 @dataclass
-class TierTransfer(LoadStoreSpec):  # type: ignore[misc] # without vLLM it is Any
+class TierTransfer(LoadStoreSpec):
     """What vLLM carries from the scheduler to its workers: the parts of one transfer, by group."""
 
     parts: tuple[Part, ...]
@@ -70,7 +70,7 @@ class _Loading:
     from_nvme: set[OffloadKey] = field(default_factory=set)
 
 
-class TieredManager(OffloadingManager):  # type: ignore[misc] # without vLLM it is Any
+class TieredManager(OffloadingManager):
     """An engine's tier, as vLLM's scheduler asks it. All calls but :meth:`shutdown` come from the scheduler's thread.
 
     Args:
@@ -96,14 +96,9 @@ class TieredManager(OffloadingManager):  # type: ignore[misc] # without vLLM it 
         wishes = read_wishes(req_context.kv_transfer_params)
         allows = req_context.load_tier_filter.allows
         reads_host, reads_nvme = allows(Medium.CPU, Locality.LOCAL), allows(Medium.STORAGE, Locality.LOCAL)
-        begin: Callable[[], None] = lambda: self.index.begin_request(  # noqa: E731
-            req_context.req_id, priority=wishes.priority, use_nvme=not wishes.keep_off_nvme, read_nvme=reads_nvme,
-            skip_read=wishes.skip_read or not (reads_host or reads_nvme), skip_write=wishes.skip_write)
-        try:
-            begin()
-        except RequestError:  # vLLM uses the name again without having ended it
-            self.index.end_request(req_context.req_id)
-            begin()
+        self.index.end_request(req_context.req_id)  # vLLM may use a name again without having ended it
+        self.index.begin_request(req_context.req_id, priority=wishes.priority, use_nvme=not wishes.keep_off_nvme, read_nvme=reads_nvme,
+                                 skip_read=wishes.skip_read or not (reads_host or reads_nvme), skip_write=wishes.skip_write)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:

@@ -41,7 +41,7 @@ class _Transfer:
     seconds: float = 0.0
 
 
-class TieredWorker(OffloadingWorker):  # type: ignore[misc] # without vLLM it is Any
+class TieredWorker(OffloadingWorker):
     """One rank's transfers.
 
     Args:

@@ -13,6 +13,7 @@ from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW
 from kvtier.tiering.ledger.keeping import apply_retention_to_row, set_retention, take_for, take_run_for, use_path_of
 from kvtier.tiering.ledger.sequence import ActiveSequence, SequenceRow
 from kvtier.tiering.ledger.state import LedgerState
+from kvtier.tiering.ledger.uses import note_uses
 
 Takers = list[dict[int, int]]
 """By group: how many sequences have yet to copy or take over each partially matched block."""
@@ -32,6 +33,8 @@ def carry_out(state: LedgerState, plans: list[AdmissionPlan], first_order: int) 
         _fill(state, plans[number], sequence, takers)
         state.moves.use_default_path()
         state.sequences[sequence.id] = sequence
+        if state.history is not None:
+            note_uses(state, state.history, plans[number], sequence)
     for allocator in state.allocators:
         allocator.end_call()
     return sequences

@@ -47,6 +47,7 @@ class BlockAllocator(FileLevel):
             self.unconfirmed.taken(block)
         block.generation += 1
         block.priority = priority
+        block.grade_list = 0
         if duration != 0.0 or block.extra is not None:
             block.duration = duration
             block.expires_at = 0.0
@@ -86,6 +87,7 @@ class BlockAllocator(FileLevel):
             block.queue = NOT_QUEUED
             block.generation += 1
             block.priority = priority
+            block.grade_list = 0
             block.ref_count = 1
             if duration != 0.0 or block.extra is not None:
                 block.duration = duration
@@ -249,7 +251,7 @@ class BlockAllocator(FileLevel):
                 self._settle_released(block)
                 stamp = queues.next_stamp
                 continue
-            queue = block.priority  # the lists of the primary level are numbered by their priorities
+            queue = block.priority + block.grade_list  # the lists of the primary level have the lowest numbers
             if queue != open_queue:
                 if count > 0:
                     queues.appended(last, open_queue, count)

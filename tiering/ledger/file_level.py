@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, cast
 
-from kvtier.policies.eviction import BACKING, NOT_QUEUED, EvictionQueues
+from kvtier.policies.eviction import BACKING, GRADE_LISTS, NOT_QUEUED, EvictionQueues
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, PoolIndex, level_of, slot_of
 from kvtier.tiering.ledger.block import Block, BlockExtra
 from kvtier.tiering.ledger.events import EventLog
@@ -80,7 +80,8 @@ class FileLevel(LevelTable):
             if len(unconfirmed) > 0 and block.id in unconfirmed:
                 is_complete = False  # a crash would leave it behind as if it were good
                 continue
-            if block.nvme_backing is not None or block.queue == NOT_QUEUED or not self._may_be_kept(block):
+            if (block.nvme_backing is not None or block.queue == NOT_QUEUED or not self._may_be_kept(block)
+                    or not self._is_worth_a_write(block)):
                 continue
             if self.writes_in_flight >= most:
                 return False
@@ -105,6 +106,20 @@ class FileLevel(LevelTable):
         """Whether this content may lie in a file at all: a full block whose key means the same after a restart."""
         node = block.node
         return node is not None and block.num_tokens == self.tokens_per_block and node.namespace.is_persistent
+
+    def _is_worth_a_write(self, block: Block) -> bool:
+        """Whether a block in the tree may be written to NVMe as far as its uses and its place in the prompt go."""
+        rules = self.rules
+        if rules.nvme_min_uses > 0 and block.grade_list < GRADE_LISTS[rules.nvme_min_uses]:
+            return False
+        if rules.nvme_max_depth > 0:
+            depth = block.position
+            node = block.node
+            while node is not None and node.parent is not None:
+                node = node.parent
+                depth += node.length
+            return depth < rules.nvme_max_depth
+        return True
 
     def _copy_down(self, block: Block) -> Block | None:
         """Give primary content a secondary backing, if that costs no other block its only copy."""
@@ -141,11 +156,14 @@ class FileLevel(LevelTable):
         if head is None:
             return None
         record = head.next
-        if head.kind == BACKING and keep_backings:
+        if head.kind == BACKING:
+            # A copy of a block that is higher up now spares a write when that comes down again: it goes when its time has come, like
+            # content, not before all of it.
             coldest = self.queues.coldest(NVME, 0, 1)
-            if not coldest:
+            if coldest and (keep_backings or coldest[0].stamp < record.stamp):
+                record = coldest[0]
+            elif keep_backings:
                 return None
-            record = coldest[0]
         victim = cast(Block, record)
         if victim.priority > priority and victim.has_content:
             return None

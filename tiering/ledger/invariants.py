@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtier.errors import LedgerError
-from kvtier.policies.eviction import BACKING, EMPTY, KEPT_BACKING, LISTS_PER_LEVEL, NOT_QUEUED, NUM_PRIORITIES
+from kvtier.policies.eviction import BACKING, EMPTY, KEPT_BACKING, LISTS_PER_LEVEL, NOT_QUEUED, NUM_PRIORITIES, kind_of
 from kvtier.pools.pool_index import LEVEL_NAMES, NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block
@@ -145,7 +145,7 @@ def _check_handle(allocator: BlockAllocator, block: Block) -> None:
     if block.queue != NOT_QUEUED:
         if block.queue // LISTS_PER_LEVEL != level:
             _fail(f"block {block.id} is on the {LEVEL_NAMES[level]} level and queued on another")
-        kind = block.queue % LISTS_PER_LEVEL
+        kind = kind_of(block.queue % LISTS_PER_LEVEL)
         expected = block.priority if block.has_content else EMPTY
         if block.owner is not None:  # NVMe copies of secondary blocks are not given up
             expected = KEPT_BACKING if level == NVME and level_of(block.owner.index) == SECONDARY else BACKING
@@ -180,7 +180,10 @@ def _check_counters(allocator: BlockAllocator) -> None:
         members = queues.members(level)
         if len(members) != queues.num_free(level):
             _fail(f"{LEVEL_NAMES[level]}: {len(members)} handles queued, counter says {queues.num_free(level)}")
-        lengths = [queues.heads[level * LISTS_PER_LEVEL + priority].length for priority in range(NUM_PRIORITIES)]
+        firsts = [queues.heads[level * LISTS_PER_LEVEL + priority] for priority in range(NUM_PRIORITIES)]
+        lengths = [sum([head.length for head in first.grades]) for first in firsts]
+        if lengths != [first.content for first in firsts]:
+            _fail(f"{LEVEL_NAMES[level]}: content by priority is {lengths}, counters say {[first.content for first in firsts]}")
         if sum(lengths) != queues.evictable[level]:
             _fail(f"{LEVEL_NAMES[level]}: {sum(lengths)} evictable, counter says {queues.evictable[level]}")
         if [priority for priority, length in enumerate(lengths) if length] != queues.levels[level].occupied:

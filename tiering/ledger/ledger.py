@@ -34,6 +34,7 @@ from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.ledger.sequence import ActiveSequence, Lease
 from kvtier.tiering.ledger.state import LedgerState
 from kvtier.tiering.ledger.storing import adopt_warm_blocks
+from kvtier.tiering.ledger.uses import history_of
 
 
 class Inbound(Protocol):
@@ -63,6 +64,7 @@ class Ledger(LedgerState):
 
     def __init__(self, groups: Sequence[GroupSpec], tokens_per_block: int, rules: LedgerRules) -> None:
         super().__init__(groups, tokens_per_block, rules)
+        self.history = history_of(rules, self.groups[self.leading_group].num_blocks, tokens_per_block)
         self.inbound: Inbound | None = None
         self.loading: Loading | None = None
         self._next_lease = 0

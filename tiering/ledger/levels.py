@@ -228,6 +228,7 @@ class LevelTable(SlotTable):
         if level == NVME and level_of(owner.index) != PRIMARY:
             self.queues.add_kept_backing(spare, level)
         else:
+            self.queues.note_use(spare)
             self.queues.add_backing(spare, level)
 
     def _requeue_nvme_backing(self, owner: Block) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvtier.errors import RequestError, UnknownRequest
 from kvtier.policies.eviction import eviction_queues
+from kvtier.policies.use_history import UseHistory
 from kvtier.pools.pool_index import NUM_LEVELS
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.chunks import scratch_budgets
@@ -79,6 +80,7 @@ class LedgerState:
         self.has_cross = any(group.kind == CROSS for group in self.groups)
         # The bubble moves tokens to other places inside their blocks than in a group without it: no common blocks to find again.
         self.reuse = rules.enable_block_reuse and all(geometry.bubble == 0 for geometry in self.geometries)
+        self.history: UseHistory | None = None  # where the policy has one
         self._followed: Followed | None = None
         self.partial_reuse = self.reuse and rules.enable_partial_reuse and not self.has_recurrent
 

@@ -73,9 +73,14 @@ def test_a_bad_row_costs_none_of_those_that_are_read_with_it(manifest_path: Path
 
 def test_what_a_start_makes_is_not_walked_by_the_next_collection_and_what_somebody_froze_stays_frozen() -> None:
     gc.collect()
-    with collector_paused():
-        made = [[number] for number in range(5000)]
-    assert not {id(item) for item in made} & {id(item) for item in gc.get_objects(generation=0)}
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1 << 30)  # no collection in between, which would make them old as well
+    try:
+        with collector_paused():
+            made = [[number] for number in range(5000)]
+        assert not {id(item) for item in made} & {id(item) for item in gc.get_objects(generation=0)}
+    finally:
+        gc.set_threshold(*thresholds)
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
     gc.freeze()

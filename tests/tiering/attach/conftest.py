@@ -26,6 +26,7 @@ from kvtier.tiering.attach.transformers import AttachedModel, layout_of
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.manager import KVCacheManager
+from kvtier.tiering.step import Step
 from kvtier.types import Level
 
 TOKENS_PER_BLOCK = 4
@@ -90,6 +91,8 @@ class ScriptedCache:
         self.calls: list[tuple[object, ...]] = []
         self.longest: dict[int, int] = {}       # request id -> tokens at its end
         self.removed_in_thought: set[int] = set()
+        self.layers: list[int] = []             # waited for, one by one
+        self.lose: dict[int, list[int]] = {}    # layer -> ids that lose blocks when it is waited for
         self.has_reuse = False                  # whether waiting for another request's prefix gains anything
 
     def _grow(self, request_id: int, length: int) -> None:
@@ -118,7 +121,7 @@ class ScriptedCache:
             self.calls.append(("add", request.id, request.num_tokens, request.skip_read))
         return [SimpleNamespace(prepopulated_tokens=0 if r.skip_read else self.promised.get(r.id, 0)) for r in requests]
 
-    def is_ready(self, request_id: int) -> bool:
+    def is_ready(self, request_id: int, layer: int | None = None) -> bool:
         return request_id not in self.never_ready
 
     def wait_ready(self, request_id: int, layer: int | None = None, timeout: float | None = None) -> int:
@@ -129,8 +132,14 @@ class ScriptedCache:
         return self.valid.get(request_id, self.promised.get(request_id, 0))
 
     @contextlib.contextmanager
-    def step(self, engine_stream: object, ids: Sequence[int]) -> Iterator[list[int]]:
-        yield [request_id for request_id in ids if request_id not in self.must_report]
+    def step(self, engine_stream: object, ids: Sequence[int], layer: int | None = None) -> Iterator[Step]:
+        yield Step([request_id for request_id in ids if request_id not in self.must_report], [0], [[]], self.wait_layer)
+
+    def wait_layer(self, step: Step, layer: int) -> list[int]:
+        self.layers.append(layer)
+        step.lost += [request_id for request_id in self.lose.pop(layer, []) if request_id in step]
+        self.must_report |= set(step.lost)
+        return step.lost
 
     def block_table(self, ids: Sequence[int], group: int = 0) -> torch.Tensor:
         return self._table.fill([self.slots[request_id] for request_id in ids])
@@ -189,6 +198,9 @@ class ScriptedCache:
         if isinstance(request, Request):
             return self._blocks(request.num_tokens + request.max_new_tokens)
         return self._blocks(self.longest[request]) - len(self.slots[request])
+
+    def request_block_budget(self, request_id: int, group: int = 0) -> int:
+        return self._blocks(self.longest[request_id])
 
     def start_scheduling(self) -> None:
         self.removed_in_thought.clear()

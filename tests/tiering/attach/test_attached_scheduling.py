@@ -73,6 +73,15 @@ def test_a_request_that_can_never_complete_is_refused_at_once_where_all_must(ser
     assert answers[1].error is None
 
 
+def test_a_request_that_outgrows_the_pool_is_told_how_much_it_may_need(serving, prompts, generated):
+    loop = serving(primary="12 blocks", secondary="0 blocks", nvme="0 blocks")
+    answers = loop.run([*requests(prompts[:1], new_tokens=40), *requests(prompts[1:2], start=1)])
+    assert "request 0 has outgrown the pool: until it is complete it may hold 20 primary blocks of group 0, the pool has 12" in str(
+        answers[0].error)
+    assert answers[0].tokens == generated(prompts[0], 40)[:len(answers[0].tokens)]
+    assert answers[1].tokens == generated(prompts[1], 12)
+
+
 def test_a_token_budget_holds_in_every_step(serving, prompts):
     loop = serving(loop_options={"token_budget": 10}, watch=Watched)
     for request in requests(prompts):

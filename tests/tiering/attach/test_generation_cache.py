@@ -118,7 +118,8 @@ def test_beams_and_several_answers_share_the_prompt(model, open_tier, prompts):
             beams = generate(model, prompts[0], 6, cache=cache, num_beams=3, num_return_sequences=3)
             cache.keep(beams[0])
         assert torch.equal(beams, generate(model, prompts[0], 6, num_beams=3, num_return_sequences=3))
-        assert cache.reused_tokens == (0 if number == 0 else len(prompts[0]) - 1)  # the prompt, and not the beams' own tokens
+        assert cache.reused_tokens == (0 if number == 0 else len(prompts[0]) - 1)
+        assert tier.match(beams[0]).reusable_tokens == 36  # the prompt's full blocks, and not the beams' own tokens
     with GenerationCache(tier, Request(5, prompts[0])) as cache:
         several = generate(model, prompts[0], 4, cache=cache, do_sample=True, num_return_sequences=2)
     assert several.shape == (2, len(prompts[0]) + 4)

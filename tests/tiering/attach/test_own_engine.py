@@ -169,3 +169,19 @@ def test_an_engine_that_reports_is_told_nothing(start, prompts, caplog):
     engine.step()
     engine.abort(9)
     assert not caplog.records
+
+
+def test_what_is_computed_for_a_request_that_loses_blocks_in_a_step_is_left_aside(start, page, expected, prompts):
+    class Losing(page.Engine):
+        calls = 0
+
+        def forward(self, sequence, row, ready):
+            token = super().forward(sequence, row, ready)
+            self.calls += 1
+            if self.calls % 3:
+                return token
+            ready.lost.append(sequence.request.id)  # as wait_layer does
+            return 0
+
+    ended = run(start(engine=Losing, primary="100 blocks"), requests(prompts[:3]))
+    assert [ended[number].tokens for number in range(3)] == [expected(prompt, 9) for prompt in prompts[:3]]

@@ -121,7 +121,7 @@ def test_guaranteed_no_evict_holds_over_windows(serve, conversations):
 
 
 def test_when_all_wait_for_blocks_the_newest_makes_room(serve, conversations):
-    loop = serve(chunk_size=16)
+    loop = serve(chunk_size=16, loop_options={"wait_for_shared_prefix": False})
     for number in (0, 2):
         loop.submit(Request(number, conversations[number], max_new_tokens=4))
     loop.step()

@@ -33,11 +33,11 @@ def serve(tiny_model, scripted_cache):
     """A loop over a fresh scripted cache; leaves the model detached and checks that the cache holds nothing at the end."""
     started = []
 
-    def start(num_blocks=128, **options):
+    def start(num_blocks=128, watch=Watched, **options):
         cache = scripted_cache(num_blocks)
         attached = AttachedModel(tiny_model, cache.primary)
         started.append(attached)
-        loop = ServingLoop(cache, Watched(attached), **options)
+        loop = ServingLoop(cache, watch(attached), **options)
         started.append(loop)
         return loop
 
@@ -256,6 +256,39 @@ def test_a_sequence_that_a_step_leaves_out_is_asked_about_and_goes_on(serve, gen
     loop.cache.must_report.add(0)  # a bad block was found although the sequence runs
     answers = loop.run()
     assert [answers[number].tokens for number in (0, 1)] == [generated(prompt, 6) for prompt in prompts[:2]]
+
+
+class Layerwise(Watched):
+    """A model that says which layer it comes to."""
+
+    @property
+    def before_layer(self):
+        return self.model.before_layer
+
+    @before_layer.setter
+    def before_layer(self, call):
+        self.model.before_layer = call
+
+
+def test_a_step_waits_for_each_layer_when_the_model_comes_to_it(serve, generated, prompts):
+    loop = serve(watch=Layerwise)
+    answer = loop.run(requests(prompts[1:2], new_tokens=3))[0]
+    assert answer.tokens == generated(prompts[1], 3)
+    assert loop.cache.layers == [0, 1] * 3
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_what_is_computed_for_a_sequence_that_loses_blocks_in_a_step_is_forgotten(serve, generated, prompts, layer):
+    loop = serve(watch=Layerwise, chunk_size=16)
+    for request in requests(prompts[:3]):
+        loop.submit(request)
+    while not loop.model.batches:
+        loop.step()
+    loop.cache.lose[layer] = [0, 1]  # one is decoding, one computes its prompt
+    loop.cache.valid.update({0: 0, 1: 0})
+    answers = loop.run()
+    assert [answers[number].tokens for number in range(3)] == [generated(prompt, 6) for prompt in prompts[:3]]
+    assert not loop.cache.lose
 
 
 def test_closing_drops_what_is_in_flight(serve, prompts):

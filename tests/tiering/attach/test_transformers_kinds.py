@@ -35,10 +35,11 @@ LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 4, "qk_nope
           "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 16,
           "first_k_dense_replace": 1}
 MODELS = {
+    # With tied embeddings these two repeat their last token whatever attention says.
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=10, layer_types=SLIDING,
-                                                         query_pre_attn_scalar=8)),
+                                                         query_pre_attn_scalar=8, tie_word_embeddings=False)),
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, sliding_window=7, layer_types=SLIDING, query_pre_attn_scalar=8,
-                                                     attn_logit_softcapping=2.0)),
+                                                     attn_logit_softcapping=0.5, tie_word_embeddings=False)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=16, max_window_layers=1)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=9)),
     "deepseek_v3": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZES, "num_key_value_heads": 4}, **LATENT)),

@@ -28,6 +28,14 @@ def test_case_A4_the_step_to_secondary_is_earned_exactly_at_the_threshold(priori
     run.finish()
 
 
+def test_what_has_a_duration_and_has_not_earned_the_step_is_counted_as_such_too() -> None:
+    run = HandRun(3, 3)
+    run.serve("a", retention=RetentionConfig([TokenRange(0, None, 10, 60.0)]))
+    run.add([1] * 9)
+    assert run.dropped() == run.ledger.counters.dropped_priority == 1
+    run.finish()
+
+
 @pytest.mark.parametrize(("priority", "goes_down"), [(50, True), (49, False)])
 def test_the_step_to_nvme_is_earned_exactly_at_the_threshold(priority: int, goes_down: bool) -> None:
     run = HandRun(3, 1, 3, secondary_offload_min_priority=20, nvme_offload_min_priority=50)

@@ -1,0 +1,172 @@
+"""Sizes from a trace: the curve, what is recommended and why, and what the command writes."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvtier import TierConfig
+from kvtier.bench.report import write_json
+from kvtier.bench.trace_synthetic import synthetic_trace, write_synthetic
+from kvtier.bench.tune import Curve, Point, Speeds, capacities_of, curve_of, recommend, speeds_from
+from kvtier.bench.tune_report import TuneOptions, run_tune
+from kvtier.errors import ConfigError
+
+TRACE = synthetic_trace("chats", 300)
+FAST = Speeds(1e12, 1e11, 1e11, ())
+BLOCK_BYTES = 1 << 20
+
+
+def line(*shares: float) -> Curve:
+    """A curve through (100, 200, ... blocks; these shares)."""
+    return Curve([Point(100 * number, share, share) for number, share in enumerate(shares, 1)], 1.0, 0.0)
+
+
+def test_the_curve_rises_to_what_is_reused_with_everything_kept_and_stays_below_the_optimum() -> None:
+    curve = curve_of(TRACE)
+    assert curve.rate == 1.0
+    assert curve.error == 0.0
+    assert all(before.lru <= after.lru for before, after in zip(curve.points, curve.points[1:], strict=False))
+    assert all(point.lru <= point.optimum + 1e-9 for point in curve.points)
+    assert curve.points[-1].lru == pytest.approx(curve.points[-1].optimum, abs=0.002)
+    assert curve.at(curve.points[3].blocks) == curve.points[3].lru
+    assert [point.blocks for point in curve.points] == capacities_of(TRACE.num_unique)
+
+
+def test_a_sampled_curve_says_its_error_and_keeps_it() -> None:
+    exact = curve_of(TRACE)
+    sampled = curve_of(TRACE, 0.5)
+    assert 0 < sampled.error < 0.2
+    assert max(abs(left.lru - right.lru) for left, right in zip(exact.points, sampled.points, strict=True)) < 1.5 * sampled.error
+    with pytest.raises(ConfigError, match=r"sample=1\.5: a share"):
+        curve_of(TRACE, 1.5)
+
+
+def test_each_level_ends_where_twice_as_much_buys_next_to_nothing() -> None:
+    curve = line(0.1, 0.3, 0.5, 0.505, 0.505, 0.506, 0.506)
+    secondary, nvme = recommend(curve, TRACE, BLOCK_BYTES, 100, 600, 600, FAST, 1000.0)
+    assert 150 <= secondary.blocks <= 220
+    assert secondary.added == pytest.approx(curve.at(100 + secondary.blocks) - 0.1)
+    assert secondary.seconds_saved > 0
+    assert "twice as much would add less than 1 %" in secondary.reason
+    assert nvme.blocks == 0
+    assert "it would add" in nvme.reason
+
+
+def test_too_little_room_is_said_and_the_next_level_takes_the_rest() -> None:
+    secondary, nvme = recommend(line(0.1, 0.3, 0.5, 0.7, 0.9, 0.9), TRACE, BLOCK_BYTES, 100, 100, 5000, FAST, 1000.0)
+    assert secondary.blocks == 100
+    assert secondary.reason == "all there is room for"
+    assert secondary.next_gain == pytest.approx(0.2)
+    assert nvme.reused == pytest.approx(0.9, abs=0.02)
+
+
+@pytest.mark.parametrize(("speeds", "room", "why"), [
+    (Speeds(1e12, None, None, ()), 100, "its speed was not measured"), (Speeds(1e12, 1e5, None, ()), 100, "loading a block takes"),
+    (FAST, 0, "there is no room for it")])
+def test_a_level_that_does_not_pay_is_not_recommended(speeds: Speeds, room: int, why: str) -> None:
+    nvme = recommend(line(0.1, 0.3, 0.5, 0.7), TRACE, BLOCK_BYTES, 100, 100, room, speeds, 1000.0)[1]
+    assert nvme.blocks == 0
+    assert why in nvme.reason
+
+
+def figures(folder: Path, **rows: float) -> Path:
+    names = {"copy": "copy/secondary->primary/2MiB", "read": "nvme/read/2MiB", "write": "nvme/write/2MiB"}
+    file = folder / f"{'-'.join(rows)}.json"
+    write_json(file, {"results": [{"name": names[key], "unit": "GB/s", "median": value} for key, value in rows.items()]})
+    return file
+
+
+def test_speeds_come_from_the_figures_of_the_benchmarks(tmp_path: Path) -> None:
+    speeds = speeds_from([figures(tmp_path, copy=20.0), figures(tmp_path, read=4.0, write=3.0)])
+    assert (speeds.copy, speeds.nvme_read, speeds.nvme_write) == (20e9, 4e9, 3e9)
+    assert len(speeds.sources) == 3
+    (tmp_path / "other.json").write_text('{"results": []}')
+    (tmp_path / "broken.json").write_text('{"results"')
+    for name, said in (("other", "has neither"), ("broken", "not the figures of a benchmark"), ("missing", "not the figures")):
+        with pytest.raises(ConfigError, match=said):
+            speeds_from([tmp_path / f"{name}.json"])
+
+
+def options(folder: Path, **given: object) -> TuneOptions:
+    file = folder / "trace.jsonl"
+    if not file.exists():
+        write_synthetic(file, "chats", 300)
+    measured = [figures(folder, copy=20.0), figures(folder, read=4.0, write=3.0)]
+    usual = {"primary": "8GiB", "host_limit": "30GiB", "nvme_limit": "500GiB", "measured": measured, "endurance": "100TB"}
+    return TuneOptions(file, **(usual | given))  # type: ignore[arg-type]
+
+
+class Page(HTMLParser):
+    """Which elements a page has; every one that needs an end has one, in order; and what it would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag != "meta":
+            self.open.append(tag)
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href") and not (value or "").startswith("#")]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_command_says_what_each_size_buys_and_writes_figures_and_a_configuration(tmp_path: Path) -> None:
+    console = Console(record=True, width=300)
+    json_file, config_file = tmp_path / "out.json", tmp_path / "tier.yaml"
+    assert run_tune(options(tmp_path, json_file=json_file, config_file=config_file, nvme_directory=tmp_path), console) == 0
+    said = console.export_text()
+    assert "of input tokens reused" in said
+    assert "saves" in said
+    assert "written a day" in said
+    assert "an endurance of 100TB lasts" in said
+    document = json.loads(json_file.read_text())
+    rows = {row["name"]: row["median"] for row in document["results"]}
+    assert rows["tune/secondary"] <= 30 << 30
+    assert rows["tune/nvme/written"] > 0
+    assert len(document["curve"]) > 20
+    config = TierConfig.from_file(config_file)
+    assert config.secondary == f"{int(rows['tune/secondary'])} B"
+    assert config.policy == "default"
+    assert config.nvme_directory == tmp_path
+
+
+def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "report.html"
+    assert run_tune(options(tmp_path, html_file=file), Console(quiet=True)) == 0
+    page = Page()
+    page.feed(file.read_text())
+    page.close()
+    assert page.open == []
+    assert page.fetched == []
+    assert {"svg", "table", "pre", "h1"} <= set(page.tags)
+    assert "script" not in page.tags
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"json_file": Path("/nonexistent/x.json")}, "cannot be written"), ({"html_file": Path("/nonexistent/x.html")}, "cannot be written"),
+    ({"config_file": Path("tier.toml")}, r"name a \.yaml file"), ({"model": "gpt-oss-21b"}, "did you mean gpt-oss-20b"),
+    ({"endurance": "5%"}, "must be a size in bytes"), ({"prefill_rate": 0.0}, "prefill_rate=0.0"), ({"sample": 2.0}, "sample=2.0"),
+    ({"primary": "lots"}, "primary='lots'"), ({"block": 16}, "--block 512"), ({"measured": [Path("/nonexistent.json")]}, "not the figures"),
+])
+def test_bad_input_is_refused_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, object],
+                                                     said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    options(tmp_path)
+    files = sorted(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=said):
+        run_tune(options(tmp_path, **({"json_file": tmp_path / "out.json", "config_file": tmp_path / "o.yaml"} | given)), Console(quiet=True))
+    assert sorted(tmp_path.iterdir()) == files
