@@ -1,7 +1,7 @@
 """From a trace to sizes (``kvtier tune``): what is reused with how much memory, and from where on more of it buys next to nothing.
 
 A level is worth loading from where a block comes faster than it is computed. Sizes are where the curve of what default eviction finds ends
-to rise: the LRU curve, which costs one pass for all sizes, and below which the default policy does not fall. The sizes found are then
+to rise: the LRU curve, which costs one pass for all sizes, and which is what the default policy finds. The sizes found are then
 replayed through the real ledger, for the writes that NVMe would see.
 """
 

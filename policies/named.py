@@ -13,8 +13,9 @@ QUARTERING: Final[Weights] = (16, 4, 1)
 SEEN_FIRST: Final[Weights] = (1 << 20, 1, 1)  # new prompts go before all others
 
 POLICIES: Final[dict[str, tuple[Weights, ...]]] = {
-    "default": (LRU, HALVING, QUARTERING, SEEN_FIRST),  # whichever has the most hits in its shadow
+    "default": (LRU,),
     "lru": (LRU,),
+    "adaptive": (LRU, HALVING, QUARTERING, SEEN_FIRST),  # whichever has the most hits in its shadow
     "halving": (HALVING,),
     "seen-first": (SEEN_FIRST,),
 }
