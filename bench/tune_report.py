@@ -143,8 +143,8 @@ def sentences_of(found: Tuned, options: TuneOptions) -> list[str]:
     for purchase in found.purchases:
         size = short_bytes(purchase.blocks * found.block_bytes)
         if purchase.blocks:
-            said.append(f"{purchase.level} {size}: {100 * purchase.reused:.1f} % of input tokens reused, "
-                        f"{100 * purchase.added:.1f} % more, saves {purchase.seconds_saved:.2f} s per request; the next {short_bytes(purchase.next_bytes)} buy "
+            said.append(f"{purchase.level} {size}: {100 * purchase.reused:.1f} % of input tokens reused, {100 * purchase.added:.1f} % "
+                        f"more, saves {purchase.seconds_saved:.2f} s per request; the next {short_bytes(purchase.next_bytes)} buy "
                         f"{100 * purchase.next_gain:.1f} % ({purchase.reason})")
         else:
             said.append(f"{purchase.level}: none; {purchase.reason}")

@@ -33,8 +33,9 @@ class JobBoard:
     def __init__(self, words: Words, slots: Sequence[int], ranks: int, copies: int) -> None:
         assert words.shape == (self.num_words(slots, ranks, copies),)
         self.ranks = ranks
-        self._opened = words[:ranks]
-        at = ranks
+        self._index = words[:1]
+        self._opened = words[1:1 + ranks]
+        at = 1 + ranks
         self._ended = words[at:at + MAX_JOBS * ranks].reshape(MAX_JOBS, ranks)
         at += MAX_JOBS * ranks
         self._whole: list[Words] = []
@@ -45,7 +46,7 @@ class JobBoard:
     @staticmethod
     def num_words(slots: Sequence[int], ranks: int, copies: int) -> int:
         """How many words the board takes."""
-        return ranks + MAX_JOBS * ranks + sum(slots) * copies
+        return 1 + ranks + MAX_JOBS * ranks + sum(slots) * copies
 
     # -- a rank's side ---------------------------------------------------------------------------------------------------
 
@@ -61,11 +62,21 @@ class JobBoard:
         """The rank uses the job's slots (again)."""
         self._ended[job % MAX_JOBS, rank] = 0
 
+    def note_broken(self, group: int, slots: Sequence[int], rank: int) -> None:
+        """The rank is about to write into these slots: they are nobody's until it says that they are whole."""
+        self._whole[group][slots, rank] = 0
+
     def note_ended(self, rank: int, job: int) -> None:
         """The rank uses no slot for this job any more."""
         self._ended[job % MAX_JOBS, rank] = job + 1
 
     # -- the index's side ------------------------------------------------------------------------------------------------
+
+    def note_index(self) -> bool:
+        """An index uses the board. Returns whether another one did before: then it speaks of that one's jobs."""
+        is_used = bool(self._index[0])
+        self._index[0] = 1
+        return is_used
 
     def has_opened(self, rank: int) -> bool:
         """Whether the rank has ever opened the arena."""

@@ -74,9 +74,9 @@ def page_runs(places: PagePlaces, pages: Sequence[int], slots: Sequence[int], sk
         position += 1
         if count and page == first_page + count and count < most and offset // piece == first_offset // piece:
             distance = offset - first_offset - (count - 1) * step
-            if count == 1 and distance > 0:
-                step = distance
-            if distance == step:
+            if count == 1:
+                step = max(distance, 0)
+            if distance == step > 0:
                 count += 1
                 continue
         if count:

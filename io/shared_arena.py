@@ -138,6 +138,9 @@ class SharedArena:
                                    if slots else None)
             if rank is not None:
                 self.board.note_opened(rank)
+            elif self.board.note_index():
+                raise ConfigError(f"{self.path}: workers of an earlier index of engine_id={shape.engine_id!r}, which was killed, are still "
+                                  "running and may be copying; end them first")
         except BaseException:
             self.close()
             raise

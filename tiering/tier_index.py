@@ -20,6 +20,7 @@ from kvtier.tiering import arguments
 from kvtier.tiering.ledger.key_events import KeyEvent
 from kvtier.tiering.ledger.key_finding import HIT, MISS, PENDING, RETRY
 from kvtier.tiering.ledger.key_jobs import KeyRequest, RequestId
+from kvtier.tiering.ledger.key_ledger import KeyLedger
 from kvtier.tiering.ledger.keyed_level import KEY_BYTES, SHORT_KEY_BYTES
 from kvtier.tiering.tier_index_core import TierIndexCore
 from kvtier.tiering.tier_messages import KeyState, LoadPlan, Lookup, StorePlan
@@ -112,12 +113,9 @@ class TierIndex(TierIndexCore):
         """
         wanted = self._checked_keys(keys, group)
         _check_request(request_id)
-        with self.turn as ledger:
-            request = ledger.request(request_id)
-            answer = ledger.lookup(request, group, wanted)
-            found_below = request.from_nvme[group]
-            num_nvme = sum(key in found_below for key in wanted[:answer.num_hits]) if found_below else 0
-        return Lookup(answer.num_hits, _STATES[answer.state], num_nvme)
+        found = self._lookup(request_id, wanted, group, None)
+        assert found is not None
+        return found
 
     def key_state(self, request_id: RequestId, key: bytes, group: int = 0) -> KeyState:
         """One key, for engines that ask key by key and in their own order: leases and reads as in :meth:`lookup`."""
@@ -130,13 +128,19 @@ class TierIndex(TierIndexCore):
         return _STATES[state]
 
     def wait_lookup(self, request_id: RequestId, keys: Sequence[bytes], group: int = 0, *, timeout: float) -> Lookup:
-        """:meth:`lookup` again and again until its answer is final, at most ``timeout`` seconds. For engines that may block."""
+        """:meth:`lookup` again and again until its answer is final, at most ``timeout`` seconds; a miss when the request is ended
+        meanwhile. For engines that may block."""
         deadline = time.monotonic() + arguments.seconds("timeout", timeout)
-        while True:
-            found = self.lookup(request_id, keys, group)
-            if found.is_final or time.monotonic() >= deadline:
-                return found
+        found = self.lookup(request_id, keys, group)
+        with self.turn as ledger:
+            asking = ledger.requests.get(request_id)
+        while not found.is_final and time.monotonic() < deadline:
             time.sleep(_LOOK_AGAIN)
+            answer = self._lookup(request_id, self._checked_keys(keys, group), group, asking)
+            if answer is None:  # it was ended meanwhile; another look would begin it again, with leases that nobody ends
+                return Lookup(0, KeyState.MISS, 0)
+            found = answer
+        return found
 
     @property
     def version(self) -> int:
@@ -162,8 +166,7 @@ class TierIndex(TierIndexCore):
         wanted = self._checked_keys(keys, group)
         _check_request(request_id)
         with self.turn as ledger:
-            self._skip_used_numbers(ledger)
-            job = ledger.plan_load(ledger.request(request_id), group, wanted)
+            job = ledger.plan_load(ledger.request(request_id), group, wanted if self._find_number(ledger) else [])
             if job is None:
                 return LoadPlan(-1, group, (), (), ())
             return LoadPlan(job.number, group, tuple(job.keys), tuple([slot_of(block.index) for block in job.blocks]), tuple(job.levels))
@@ -178,13 +181,13 @@ class TierIndex(TierIndexCore):
         _check_request(request_id)
         chosen = None if priority is None else _checked_priority(priority)
         with self.turn as ledger:
-            self._skip_used_numbers(ledger)
             request = ledger.request(request_id)
-            job, num_known = ledger.plan_store(request, group, wanted, request.priority if chosen is None else chosen)
+            job, num_known = ledger.plan_store(request, group, wanted if self._find_number(ledger) else [],
+                                               request.priority if chosen is None else chosen)
             if job is None:
                 return StorePlan(-1, group, (), (), (), num_known, len(wanted) - num_known)
             slots = tuple([slot_of(block.index) for block in job.blocks])
-        places = {key: position for position, key in enumerate(wanted)}
+        places = {key: position for position, key in reversed(list(enumerate(wanted)))}  # where a key is there twice, the first
         return StorePlan(job.number, group, tuple(job.keys), tuple([places[key] for key in job.keys]), slots, num_known,
                          len(wanted) - num_known - len(job.keys))
 
@@ -204,12 +207,11 @@ class TierIndex(TierIndexCore):
         Raises:
             RequestError: no plan ever had this job.
         """
-        failed = set(failed_keys)
+        failed = _checked_failures(failed_keys)
         with self.turn as ledger:
+            _check_job(job_id, ledger)
             job = ledger.jobs.get(job_id)
             if job is None:
-                if isinstance(job_id, bool) or not isinstance(job_id, int) or not 0 <= job_id < ledger.next_job:
-                    raise RequestError(f"job_id={job_id!r}: no plan had this job")
                 self._release_ended(ledger)
                 return 0
             whole = self.arena.board.whole(job.group, [slot_of(block.index) for block in job.blocks], job.number) if job.is_store else None
@@ -218,8 +220,10 @@ class TierIndex(TierIndexCore):
             return num_lost
 
     def cancel_job(self, job_id: int) -> None:
-        """No rank was told of this job, and none will be: its slots are free at once. Reported jobs are ignored."""
+        """No rank was told of this job, and none will be: its slots are free at once. Reported jobs are ignored; RequestError when no
+        plan ever had it."""
         with self.turn as ledger:
+            _check_job(job_id, ledger)
             job = ledger.jobs.get(job_id)
             if job is not None:
                 ledger.cancel(job)
@@ -228,11 +232,14 @@ class TierIndex(TierIndexCore):
 
     def wait(self, job_ids: Iterable[int], timeout: float) -> bool:
         """Wait until all ranks have ended these jobs, as shared memory says; False when ``timeout`` seconds were not enough. They still
-        have to be reported. Reported jobs have ended; of those that were given up it waits for the ranks, too."""
+        have to be reported. Reported jobs have ended; of those that were given up it waits for the ranks, too. RequestError as of
+        :meth:`complete`."""
         deadline = time.monotonic() + arguments.seconds("timeout", timeout)
         waiting = list(job_ids)
         while True:
             with self.turn as ledger:
+                for number in waiting:
+                    _check_job(number, ledger)
                 jobs = [ledger.jobs.get(number) or ledger.abandoned.get(number) for number in waiting]
                 waiting = [job.number for job in jobs if job is not None and not self._has_ended(job)]
             if not waiting:
@@ -247,6 +254,17 @@ class TierIndex(TierIndexCore):
             return ledger.events.flush()
 
     # -- inside ----------------------------------------------------------------------------------------------------------
+
+    def _lookup(self, request_id: RequestId, wanted: list[bytes], group: int, asking: KeyRequest | None) -> Lookup | None:
+        """The answer; None when it is another request than ``asking``, if given, that has this id now."""
+        with self.turn as ledger:
+            if asking is not None and ledger.requests.get(request_id) is not asking:
+                return None
+            request = ledger.request(request_id)
+            answer = ledger.lookup(request, group, wanted)
+            found_below = request.from_nvme[group]
+            num_nvme = sum(key in found_below for key in wanted[:answer.num_hits]) if found_below else 0
+        return Lookup(answer.num_hits, _STATES[answer.state], num_nvme)
 
     def _checked_keys(self, keys: Sequence[bytes], group: int) -> list[bytes]:
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(self.layout.groups):
@@ -270,3 +288,18 @@ def _check_request(request_id: object) -> None:
         raise RequestError(f"request_id={request_id!r}: a request is named by a text or a whole number")
 
 
+
+
+def _check_job(job_id: object, ledger: KeyLedger) -> None:
+    if isinstance(job_id, bool) or not isinstance(job_id, int) or not 0 <= job_id < ledger.next_job:
+        raise RequestError(f"job_id={job_id!r}: no plan had this job")
+
+
+def _checked_failures(keys: object) -> set[bytes]:
+    if isinstance(keys, str | bytes) or not isinstance(keys, Iterable):
+        raise RequestError(f"failed_keys={keys!r}: pass the keys of a plan, in a list or a set")
+    found = list(keys)
+    for key in found:
+        if type(key) is not bytes:
+            raise RequestError(f"failed_keys={key!r}: a content key is bytes")
+    return set(found)

@@ -72,6 +72,9 @@ class TierIndexCore:
         self.layout = layout
         self.config = config
         self.plan = TierPlan.of(layout, config, engine_id)
+        for name, text in (("model", model or ""), ("fingerprint", fingerprint)):
+            if not isinstance(text, str):
+                raise ConfigError(f"{name}={text!r}: pass a text")
         nvme_slots = level_slots(layout, config, "nvme", HEADER_BYTES)
         if any(nvme_slots) and not model:
             raise ConfigError(f"model={model!r}: an NVMe level needs model=\"name@revision:weights-digest\", so that another model's "
@@ -279,9 +282,13 @@ class TierIndexCore:
         if self._closed:
             self._lock.release()
             raise KVTierError("this TierIndex is closed; make a new one")
-        ledger.set_time(self._clock())
-        if self.transfers is not None:
-            self._drain(ledger)
+        try:
+            ledger.set_time(self._clock())
+            if self.transfers is not None:
+                self._drain(ledger)
+        except BaseException:
+            self._lock.release()  # nobody is inside
+            raise
         return ledger
 
     def _end(self) -> None:
@@ -372,10 +379,16 @@ class TierIndexCore:
             if self._has_ended(job):
                 ledger.release_abandoned(job.number)
 
-    def _skip_used_numbers(self, ledger: KeyLedger) -> None:
-        """The board has a place for MAX_JOBS jobs: the next number's must not belong to one that is still under way."""
-        while ledger.next_job - MAX_JOBS in ledger.jobs or any((ledger.next_job - number) % MAX_JOBS == 0 for number in ledger.abandoned):
-            ledger.next_job += 1
+    def _find_number(self, ledger: KeyLedger) -> bool:
+        """The board has a place for MAX_JOBS jobs: let the next number's be free, of jobs under way and of given-up ones. False when there
+        is none: then there is no room for a job, as if all slots were in use."""
+        if len(ledger.jobs) + len(ledger.abandoned) >= MAX_JOBS:
+            return False
+        if ledger.abandoned or (ledger.jobs and ledger.next_job - next(iter(ledger.jobs)) >= MAX_JOBS):
+            taken = {number % MAX_JOBS for jobs in (ledger.jobs, ledger.abandoned) for number in jobs}
+            while ledger.next_job % MAX_JOBS in taken:
+                ledger.next_job += 1
+        return True
 
     @collector_paused()
     def _open_store(self, geometries: list[NvmeGeometry]) -> NvmeStore | None:

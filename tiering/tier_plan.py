@@ -14,8 +14,11 @@ from kvtier.pools.sizing import SizeKind, check_group_shares, format_bytes, pars
 from kvtier.tiering.config import TierConfig
 
 _OF_THE_ENGINE: Final = ("primary", "max_tokens", "chunk_size", "window_scratch_blocks", "request_directory_root", "allreduce_min",
-                         "enable_block_reuse", "prefetch_bandwidth", "load_decision", "debug_checks", "rank", "num_ranks", "size_scope")
-"""Settings of a tier that owns the engine's pool. Silently doing without them would be a setting that does not work."""
+                         "enable_block_reuse", "enable_partial_reuse", "copy_on_partial_reuse", "prefetch_bandwidth", "load_decision",
+                         "layer_pieces", "max_batch_size", "max_seq_len", "max_beam_width", "gds_threads", "gds_task_size", "debug_checks",
+                         "rank", "num_ranks", "size_scope")
+"""Settings of a tier that owns the engine's pool. Silently doing without them would be a setting that does not work, also where it comes
+from a file or from the environment."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,12 @@ class TierPlan:
             ConfigError: a percentage (processes would measure different free memory), less than one block of a group (named per rank and in
                 total), or a setting that has no meaning here (``primary`` given, ``gds="required"``, ``request_directory_root``, ...).
         """
+        if not isinstance(engine_id, str):
+            raise ConfigError(f"engine_id={engine_id!r}: pass a text; it names the arena in shared memory")
         for key in _OF_THE_ENGINE:
-            if config.sources[key] == "keyword":
-                raise ConfigError(f"{key}={getattr(config, key)!r}: has no meaning where the engine owns its pool; leave it out")
+            source = config.sources[key]
+            if source != "default":
+                raise ConfigError(f"{key}={getattr(config, key)!r} ({source}): has no meaning where the engine owns its pool; leave it out")
         if config.gds == "required":
             raise ConfigError("gds='required': an engine that owns its pool reaches NVMe through host memory; use gds='auto' or 'off'")
         return cls(layout, level_slots(layout, config, "secondary"), engine_id)

@@ -72,6 +72,7 @@ class TierWorker:
         self._device = open_device(device)
         self.plan = plan
         self.rank = rank
+        self._part = 0 if plan.layout.is_replicated else rank  # of a slot
         self._faults = faults
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -145,9 +146,9 @@ class TierWorker:
 
     def poll(self) -> list[WorkerResult]:
         """What has ended since the last call; each job once."""
-        found: list[WorkerResult] = []
-        while self._results:
-            found.append(self._results.popleft())
+        with self._lock:
+            found = list(self._results)
+            self._results.clear()
         return found
 
     def wait(self, job_ids: Iterable[int], timeout: float) -> bool:
@@ -207,8 +208,12 @@ class TierWorker:
 
     def _submit(self, job_id: int, group: int, pages: Sequence[int], slots: Sequence[int], skip_pages: int,
                 after_stream: EngineStream | None, is_store: bool) -> None:
-        self._check_job(job_id, group, pages, slots, skip_pages)
+        self._check_job(job_id, group, pages, slots, skip_pages, is_store)
         shape = self.plan.layout.groups[group]
+        with self._lock:
+            if self._closing:
+                raise TransferError(f"job {job_id}: this TierWorker is closed")
+            copier = self._copiers[group]
         runs = page_runs(self._places[group], pages, slots, skip_pages)
         whole: list[int] = []
         if is_store:
@@ -216,7 +221,6 @@ class TierWorker:
             whole = [slot for number, slot in enumerate(slots) if end >= (number + 1) * shape.pages_per_block
                      and (number > 0 or skip_pages == 0 or shape.is_state)]
         job = _Job(job_id, group, pages, is_store, whole, len(pages) * shape.bytes_per_page)
-        copier = self._copiers[group]
         engine = self._device.engine_event(after_stream)
         after = [] if engine.is_done() else [engine]
         stream = self._stores if is_store else self._loads
@@ -230,6 +234,8 @@ class TierWorker:
                       and not job.pages.isdisjoint(other.pages)]
             self._jobs[job_id] = job
             self._arena.board.note_begun(self.rank, job_id)
+            if is_store:
+                self._arena.board.note_broken(group, slots, self._part)
             try:
                 job.event = stream.submit(self._work(job, copier, runs), after, lambda event: self._over(job, event))
             except BaseException:
@@ -254,7 +260,7 @@ class TierWorker:
         if error is None and job.is_aborted:  # its pages may have been given to others while they were copied
             error = TransferError(f"job {job.number}: aborted")
         if job.is_store and error is None:
-            self._arena.board.note_whole(job.group, job.whole, 0 if self.plan.layout.is_replicated else self.rank, job.number)
+            self._arena.board.note_whole(job.group, job.whole, self._part, job.number)
         self._arena.board.note_ended(self.rank, job.number)
         if error is not None:
             _log.warning("tier worker %d: job %d failed, what it was to bring is computed again: %s", self.rank, job.number, error)
@@ -275,18 +281,18 @@ class TierWorker:
                 self._changed.wait(left)
         return True
 
-    def _check_numbers(self, job_id: int, group: int, slots: Sequence[int]) -> None:
+    def _check_numbers(self, job_id: int, group: int, slots: Sequence[int], is_store: bool = True) -> None:
         layout = self.plan.layout
         if isinstance(job_id, bool) or not isinstance(job_id, int) or job_id < 0:
             raise RequestError(f"job_id={job_id!r}: pass the job_id of a plan")
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(layout.groups):
             raise RequestError(f"group={group!r}: this layout has groups 0..{len(layout.groups) - 1}")
         num_slots = self.plan.host_slots[group]
-        if not len(slots) or min(slots) < 0 or max(slots) >= num_slots or len(set(slots)) != len(slots):
-            raise RequestError(f"job {job_id}: slots={list(slots)[:8]}: pass the plan's, different ones of 0..{num_slots - 1}")
+        if not len(slots) or min(slots) < 0 or max(slots) >= num_slots or (is_store and len(set(slots)) != len(slots)):
+            raise RequestError(f"job {job_id}: slots={list(slots)[:8]}: pass the plan's, for a store different ones of 0..{num_slots - 1}")
 
-    def _check_job(self, job_id: int, group: int, pages: Sequence[int], slots: Sequence[int], skip_pages: int) -> None:
-        self._check_numbers(job_id, group, slots)
+    def _check_job(self, job_id: int, group: int, pages: Sequence[int], slots: Sequence[int], skip_pages: int, is_store: bool) -> None:
+        self._check_numbers(job_id, group, slots, is_store)
         per_block = self.plan.layout.groups[group].pages_per_block
         if not len(pages) or min(pages) < 0 or max(pages) >= self._num_pages[group]:
             raise RequestError(f"job {job_id}: pages={list(pages)[:8]}: group {group} has pages 0..{self._num_pages[group] - 1}")
@@ -309,8 +315,10 @@ def _checked(plan: TierPlan, device: str, tensors: Sequence[Sequence[torch.Tenso
             name = f"tensors[{number}][{position}]"
             if tensor.dtype not in (torch.uint8, torch.int8) or tensor.dim() != 2 or tensor.shape[1] != width:
                 raise ConfigError(f"{name}: {tensor.dtype} {list(tensor.shape)}; pass it as uint8 or int8 [num_pages, {width}] (a view)")
-            if tensor.stride(1) != 1:
+            if tensor.stride(1) != 1 and width > 1:
                 raise ConfigError(f"{name}: strides {tensor.stride()}; the bytes of a page must follow one another")
+            if tensor.stride(0) < width and tensor.shape[0] > 1:
+                raise ConfigError(f"{name}: strides {tensor.stride()}; pages of {width} bytes overlap")
             if tensor.device.type != device.partition(":")[0]:
                 raise ConfigError(f"{name}: is on {tensor.device}, and device={device!r}")
         num_pages.append(min(tensor.shape[0] for tensor in members))

@@ -114,7 +114,8 @@ class Page(HTMLParser):
         self.tags.append(tag)
         if tag != "meta":
             self.open.append(tag)
-        self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href") and not (value or "").startswith("#")]
+        named = [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self.fetched += [value for value in named if not value.startswith("#")]
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
@@ -167,6 +168,7 @@ def test_bad_input_is_refused_and_nothing_is_written(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     options(tmp_path)
     files = sorted(tmp_path.iterdir())
+    written = {"json_file": tmp_path / "out.json", "config_file": tmp_path / "o.yaml"}
     with pytest.raises(ConfigError, match=said):
-        run_tune(options(tmp_path, **({"json_file": tmp_path / "out.json", "config_file": tmp_path / "o.yaml"} | given)), Console(quiet=True))
+        run_tune(options(tmp_path, **(written | given)), Console(quiet=True))
     assert sorted(tmp_path.iterdir()) == files

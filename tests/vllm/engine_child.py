@@ -88,14 +88,15 @@ class ChildEngine:
     def sleep_and_wake(self, prompts: list[list[int]], steps: int) -> None:
         """Put the scheduler to sleep in the middle of these requests, as ``LLM.sleep(1)`` does before it frees memory, and wake it."""
         from vllm import SamplingParams
-        for prompt in prompts:
-            self.count += 1
-            self.engine.add_request(f"{self.count}", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=50, detokenize=False))
+        names = [f"asleep-{number}" for number in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            self.engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=50, detokenize=False))
         for _ in range(steps):
             self.engine.step()
         core = self.engine.engine_core.engine_core
         core.pause_scheduler(mode="abort", clear_cache=True)
         core.resume_scheduler()
+        self.engine.abort_request(names)  # in one process, nobody tells the engine's front that the scheduler has ended them
         while self.engine.has_unfinished_requests():
             self.engine.step()
 

@@ -19,6 +19,7 @@ HIT: Final = 0
 PENDING: Final = 1
 RETRY: Final = 2
 MISS: Final = 3
+MIN_WANTED: Final = 256  # reads that may wait before anybody looks which of them are still wanted
 
 
 class KeyFinder(KeyedState):
@@ -41,7 +42,8 @@ class KeyFinder(KeyedState):
             elif state == MISS:
                 state = found  # of the first key that is not there yet; on to the others, so that they are read at the same time
         if state == MISS:
-            request.deadline = 0.0  # it waits for nothing
+            if not _waits_elsewhere(request, group):
+                request.deadline = 0.0  # it waits for nothing
             if answer is None or answer.state != MISS or answer.keys != keys:
                 self.counters.missed += len(keys) - num_hits
             if len(request.leases[group]) > num_hits:
@@ -65,9 +67,11 @@ class KeyFinder(KeyedState):
         level = self.allocators[group]
         block = level.warm.get(key)
         leases = request.leases[group]
+        held = leases.get(key)
+        if held is not None and (held is not block or not request.reads):  # lost, perhaps stored again since
+            level.release(leases.pop(key))
+            request.from_nvme[group].discard(key)
         if block is None or not request.reads:
-            if key in leases:
-                level.release(leases.pop(key))
             return MISS
         is_below = level_of(block.index) == NVME
         if leases.get(key) is not block:
@@ -76,16 +80,12 @@ class KeyFinder(KeyedState):
             # What it leases has to be in host memory all at once: beyond that, a longer prefix would evict its own head.
             if len(leases) >= level.num_blocks[SECONDARY] - self._num_abandoned[group]:
                 return MISS
-            if key in leases:  # lost, and stored again since
-                level.release(leases.pop(key))
-            if block.num_tokens != WHOLE and self._is_over(request):
+            if (is_below or block.num_tokens != WHOLE) and self._is_over(request):
                 return MISS
-            if is_below:
-                if self._is_over(request):
-                    return MISS
-                self._wanted[group].append(WantedRead(key, request, 0))
             level.hold(block)
             leases[key] = block
+            if is_below:
+                self._want(group, WantedRead(key, request, 0))
             if is_below or (block.num_tokens != WHOLE and level.is_busy(block)):
                 request.from_nvme[group].add(key)
         if not is_below and block.num_tokens == WHOLE:
@@ -121,7 +121,9 @@ class KeyFinder(KeyedState):
             if block is None:
                 break
             if level_of(block.index) == NVME and block.queue != NOT_QUEUED:
-                self._wanted[group].append(WantedRead(key, None, level.queues.next_stamp))
+                if len(self._wanted[group]) >= MIN_WANTED + level.num_blocks[SECONDARY]:
+                    break  # reads begin too slowly to be ahead of anybody
+                self._want(group, WantedRead(key, None, level.queues.next_stamp))
                 count += 1
         self.start_reads()
         return count
@@ -150,6 +152,16 @@ class KeyFinder(KeyedState):
             return False
         return not victim.has_content or (victim.priority <= block.priority and victim.stamp < wanted.stamp)
 
+    def _want(self, group: int, wanted: WantedRead) -> None:
+        """Behind those that wait already. While reads do not begin (a drive that hangs), those of requests that have gone would pile up."""
+        queue = self._wanted[group]
+        queue.append(wanted)
+        if len(queue) >= self._sweep_at[group]:
+            waiting = [other for other in queue if other.request is None or other.key in other.request.leases[group]]
+            queue.clear()
+            queue.extend(waiting)
+            self._sweep_at[group] = 2 * len(waiting) + MIN_WANTED
+
     @property
     def num_wanted(self) -> int:
         """Reads that wait for their turn or a slot."""
@@ -157,3 +169,11 @@ class KeyFinder(KeyedState):
         for queue in self._wanted:
             count += len(queue)
         return count
+
+
+def _waits_elsewhere(request: KeyRequest, group: int) -> bool:
+    """Whether the last lookup of another group left something to be waited for."""
+    for other, answer in enumerate(request.answers):  # noqa: SIM110 (as in confirming.py)
+        if other != group and answer is not None and answer.state != MISS:
+            return True
+    return False

@@ -63,12 +63,16 @@ class KeyLedger(KeyFinder):
         num_known = 0
         takes = request.writes and priority >= self.rules.secondary_offload_min_priority
         off_nvme = not request.use_nvme
+        spared: list[Block] = []  # in no queue meanwhile: a prompt's tail must not push out its own head
         for key in keys:
             block = level.warm.get(key)
             if block is not None:
                 num_known += 1
                 if priority > block.priority:
                     self._raise_priority(level, block, priority)
+                if block.queue != NOT_QUEUED and level_of(block.index) == SECONDARY:
+                    level.queues.claim(block)
+                    spared.append(block)
                 request.used.append((group, key))
                 continue
             if not takes:
@@ -79,6 +83,8 @@ class KeyLedger(KeyFinder):
             level.name(block, key, off_nvme)
             named.append(key)
             blocks.append(block)
+        for block in reversed(spared):
+            level.queue_as_used(block)
         self.known_blocks += num_known
         self.refused_blocks += len(keys) - num_known - len(named)
         if not blocks:

@@ -53,6 +53,7 @@ class KeyedState:
         self.expired_jobs = self.expired_lookups = 0
         self._reads_at_once = reads_at_once
         self._wanted: list[deque[WantedRead]] = [deque() for _ in self.allocators]
+        self._sweep_at = [0] * len(self.allocators)  # how long these queues may become before they are swept
         self._num_abandoned = [0] * len(self.allocators)  # references of abandoned jobs, by group
 
     # -- requests --------------------------------------------------------------------------------------------------------

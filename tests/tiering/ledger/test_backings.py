@@ -131,22 +131,22 @@ def test_a_secondary_backing_is_given_up_before_content() -> None:
     run.finish()
 
 
-def test_an_nvme_backing_of_a_primary_block_is_given_up_before_content() -> None:
+def test_an_nvme_backing_of_a_primary_block_is_given_up_by_age_like_content() -> None:
     run = HandRun(6, 2, 2)
     backed, other = on_nvme(run, "ab")
     run.onboard(backed)
     run.settle()
-    assert backed.nvme_backing is not None
-    slot = place(backed.nvme_backing)
+    backing = backed.nvme_backing
+    assert backing is not None
+    slot = place(other)
     [newcomer] = on_secondary(run, "c")
     run.refresh()
     run.settle()
     assert newcomer.nvme_backing is not None
-    assert place(newcomer.nvme_backing) == slot
-    assert level(other) == NVME
-    assert backed.nvme_backing is None
+    assert place(newcomer.nvme_backing) == slot, "the block on NVMe was used before the one that came up"
+    assert backed.nvme_backing is backing
+    assert run.dropped() == 1
     assert level(backed) == PRIMARY
-    assert run.dropped() == 0
     run.finish()
 
 
