@@ -16,7 +16,7 @@ CHUNK = 16
 
 @dataclass
 class Behaviour:
-    """What the server does. ``serves_from``: where a tier hit is said to come from: "host", "nvme" or "" (never)."""
+    """What the server does. ``serves_from``: where a tier hit is said to come from: "host", "nvme", "both" or "" (never)."""
 
     attached: bool = True
     metrics: bool = True
@@ -86,8 +86,9 @@ class FakeVllm(http.server.ThreadingHTTPServer):
             self.add("vllm:prefix_cache_hits_total", blocks * CHUNK)
         elif source:
             self.add("vllm:external_prefix_cache_hits_total", blocks * CHUNK)
-            tier = {"host": "0:primary", "nvme": "1:kvtier-nvme"}[source]
-            self.add(f'vllm:kv_offload_tiering_chunk_hits_total{{tier="{tier}"}}', blocks)
+            for level, tier in (("host", "0:primary"), ("nvme", "1:kvtier-nvme")):
+                if source in (level, "both"):
+                    self.add(f'vllm:kv_offload_tiering_chunk_hits_total{{tier="{tier}"}}', blocks if source == level else blocks / 2)
         self._keep(self.device, key, blocks, will.device_blocks)
         if will.attached and will.stores and not wishes.get("skip_write") and blocks and key not in self.host:
             self.under_way[key] = blocks
@@ -95,7 +96,7 @@ class FakeVllm(http.server.ThreadingHTTPServer):
         self.add("vllm:request_success_total", 1 + will.others)
         seed = zlib.crc32(order["prompt"].encode())
         tokens = [(seed + 7 * place) % 1000 for place in range(order["max_tokens"])]
-        is_other = source in ("host", "nvme")
+        is_other = source not in ("", "device")
         if is_other and (will.wrong_from_tier or will.near_tie) and len(tokens) > 3:
             tokens[3] += 1
         gap = 0.001 if will.near_tie else 3.0

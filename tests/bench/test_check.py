@@ -121,6 +121,14 @@ def test_what_does_not_hold_is_named_with_what_to_do(serve: Serve, behaviour: di
     assert all(each.remedy for each in result.findings if each.verdict is not Verdict.PASSED)
 
 
+def test_a_prompt_that_comes_from_both_levels_is_not_what_was_asked_for(serve: Serve) -> None:
+    name, other = "the tier serves from host memory", "the tier serves from NVMe"
+    assert verdicts(checked(serve(serves_from="both")))[name] is Verdict.FAILED
+    result = checked(serve(serves_from="both"), "nvme")
+    assert verdicts(result)[other] is Verdict.NOT_SHOWN
+    assert "--save" in next(each.remedy for each in result.findings if each.name == other)
+
+
 def test_a_device_that_still_serves_shows_nothing(serve: Serve) -> None:
     server = serve(dev_mode=False, device_blocks=40)
     server.behaviour.device_blocks = 1000

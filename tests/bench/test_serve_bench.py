@@ -137,6 +137,8 @@ def test_a_trace_keeps_its_arrivals_and_its_shared_blocks(tmp_path: Path) -> Non
         trace_arrivals(file, 16, 1000, 10, 10, 1.0)
     maker = FakeMaker(HitTokens(0, 1, 0))
     assert run_serve(maker, "fake", replace(TINY, trace=file, block=16), tmp_path, tmp_path / "serve.json") == 0
+    found = json.loads((tmp_path / "serve.json").read_text())
+    assert found["config"]["hit_tokens"] == {"serve/fake/trace/2": {"device": 0, "host": 2, "nvme": 0}}, "of two rounds, not the warm-up"
 
 
 @pytest.mark.parametrize("plan", [replace(TINY, at_once=()), replace(TINY, rounds=0), replace(TINY, speed=0.0),
