@@ -62,10 +62,6 @@ class JobBoard:
         """The rank uses the job's slots (again)."""
         self._ended[job % MAX_JOBS, rank] = 0
 
-    def note_broken(self, group: int, slots: Sequence[int], rank: int) -> None:
-        """The rank is about to write into these slots: they are nobody's until it says that they are whole."""
-        self._whole[group][slots, rank] = 0
-
     def note_ended(self, rank: int, job: int) -> None:
         """The rank uses no slot for this job any more."""
         self._ended[job % MAX_JOBS, rank] = job + 1

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import torch
 
@@ -31,6 +31,9 @@ from kvtier.tiering.tier_plan import TierPlan
 from kvtier.types import Level
 
 _log = logging.getLogger(__name__)
+
+LOAD_ATTEMPTS: Final = 3
+"""So often a load is tried. All within one job: once the index hears that a rank has ended one, its slots may be somebody else's."""
 
 
 class _Job:
@@ -72,7 +75,6 @@ class TierWorker:
         self._device = open_device(device)
         self.plan = plan
         self.rank = rank
-        self._part = 0 if plan.layout.is_replicated else rank  # of a slot
         self._faults = faults
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -121,7 +123,7 @@ class TierWorker:
 
         Raises:
             RequestError: numbers outside the pool or the arena, or that do not add up; a rank other than 0 of replicated pages; a job that
-                is under way. Nothing has been queued.
+                is under way, or has ended. Nothing has been queued.
             TransferError: the worker is closed.
         """
         if self.plan.layout.is_replicated and self.rank != 0:
@@ -131,7 +133,7 @@ class TierWorker:
     def submit_load(self, job_id: int, group: int, pages: Sequence[int], slots: Sequence[int], *, skip_pages: int = 0,
                     after_stream: EngineStream | None = None) -> None:
         """Copy slots into pages; arguments and errors as of :meth:`submit_store`. It waits for the engine's stream too: the pages may
-        have readers. A load that failed may be submitted again, as long as nobody has reported it."""
+        have readers. A load is tried LOAD_ATTEMPTS times; one that fails has left garbage in its pages."""
         self._submit(job_id, group, pages, slots, skip_pages, after_stream, False)
 
     def fail_store(self, job_id: int, group: int, slots: Sequence[int]) -> None:
@@ -229,13 +231,13 @@ class TierWorker:
                 raise TransferError(f"job {job_id}: this TierWorker is closed")
             if job_id in self._jobs:
                 raise RequestError(f"job {job_id}: is under way already; every plan's job is submitted once")
+            if self._arena.board.has_ended(self.rank, job_id):
+                raise RequestError(f"job {job_id}: has ended already, and others may use its slots by now; make a new plan")
             # An engine may take pages back while an old store still reads them, if it asked before_overwrite; this costs little more.
             after += [other.event for other in self._jobs.values() if other.is_store != is_store and other.event is not None
                       and not job.pages.isdisjoint(other.pages)]
             self._jobs[job_id] = job
             self._arena.board.note_begun(self.rank, job_id)
-            if is_store:
-                self._arena.board.note_broken(group, slots, self._part)
             try:
                 job.event = stream.submit(self._work(job, copier, runs), after, lambda event: self._over(job, event))
             except BaseException:
@@ -246,12 +248,23 @@ class TierWorker:
     def _work(self, job: _Job, copier: PageCopier, runs: Sequence[PageRun]) -> Callable[[], None]:
         copy = copier.store if job.is_store else copier.load
 
-        def work() -> None:
+        def attempt() -> None:
             if job.is_aborted:
                 raise TransferError(f"job {job.number}: aborted before it began")
             if self._faults is not None:
                 self._faults.before(FaultOperation.COPY, Level.SECONDARY if job.is_store else Level.PRIMARY)
             copy(runs)
+
+        def work() -> None:
+            for _ in range(0 if job.is_store else LOAD_ATTEMPTS - 1):
+                try:
+                    attempt()
+                    return
+                except Exception as error:
+                    if job.is_aborted:
+                        raise
+                    _log.warning("tier worker %d: load %d has failed and is made again: %s", self.rank, job.number, error)
+            attempt()
         return work
 
     def _over(self, job: _Job, event: Event) -> None:
@@ -260,7 +273,7 @@ class TierWorker:
         if error is None and job.is_aborted:  # its pages may have been given to others while they were copied
             error = TransferError(f"job {job.number}: aborted")
         if job.is_store and error is None:
-            self._arena.board.note_whole(job.group, job.whole, self._part, job.number)
+            self._arena.board.note_whole(job.group, job.whole, 0 if self.plan.layout.is_replicated else self.rank, job.number)
         self._arena.board.note_ended(self.rank, job.number)
         if error is not None:
             _log.warning("tier worker %d: job %d failed, what it was to bring is computed again: %s", self.rank, job.number, error)

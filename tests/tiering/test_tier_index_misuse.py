@@ -158,22 +158,6 @@ def test_copies_of_one_slot_into_neighbouring_pages_are_of_that_slot() -> None:
         rig.load([key(0)] * 3 + [key(1)] * 2)
 
 
-def test_a_store_made_again_is_whole_only_when_it_has_ended_again() -> None:
-    with TierRig() as rig:
-        plan = rig.index.plan_store("writer", keys(1))
-        rig.submit_store(plan, keys(1))
-        assert rig.workers[0].wait([plan.job_id], PATIENCE)
-        gate = threading.Event()
-        rig.workers[0]._faults = type("Gate", (), {"before": lambda self, *place: gate.wait(PATIENCE)})()
-        rig.submit_store(plan, keys(1))
-        try:
-            assert rig.index.complete(plan.job_id) == 1, "its bytes are being written"
-        finally:
-            gate.set()
-        rig.workers[0].wait([plan.job_id], PATIENCE)
-        rig.index.poll()
-
-
 def test_a_closed_worker_says_so() -> None:
     with TierRig() as rig:
         plan = rig.index.plan_store("writer", keys(1))

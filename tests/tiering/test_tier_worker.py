@@ -151,19 +151,47 @@ def test_a_rank_can_say_that_it_copies_nothing_for_a_job() -> None:
         assert rig.index.stats().secondary.used_blocks == 0
 
 
-def test_a_load_that_failed_may_be_made_again() -> None:
-    with TierRig() as rig:
+class Unlucky:
+    """Injected into copies: the first ones fail."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    def before(self, *_place: Any) -> None:
+        self.left -= 1
+        if self.left >= 0:
+            raise TransferError("injected")
+
+
+def test_a_load_that_fails_is_made_again_within_its_job() -> None:
+    for times in (tier_worker.LOAD_ATTEMPTS - 1, tier_worker.LOAD_ATTEMPTS):
+        with TierRig() as rig:
+            rig.store(keys(1))
+            rig.look_up(keys(1))
+            made = rig.index.plan_load("reader", keys(1))
+            rig.workers[0]._faults = Unlucky(times)
+            rig.workers[0].submit_load(made.job_id, 0, [5], made.slots)
+            rig.workers[0].wait([made.job_id], 10)
+            [result] = rig.workers[0].poll()
+            rig.index.complete(made.job_id)
+            assert result.success == (times < tier_worker.LOAD_ATTEMPTS)
+            if result.success:
+                rig.check(0, keys(1), [5])
+
+
+def test_a_job_that_has_ended_is_not_made_again_because_its_slots_may_be_somebody_elses() -> None:
+    with TierRig(secondary="1 blocks") as rig:
         rig.store(keys(1))
         rig.look_up(keys(1))
         made = rig.index.plan_load("reader", keys(1))
-        rig.workers[0]._faults = Broken()
+        rig.workers[0]._faults = Unlucky(tier_worker.LOAD_ATTEMPTS)
         rig.workers[0].submit_load(made.job_id, 0, [5], made.slots)
         rig.workers[0].wait([made.job_id], 10)
-        assert not rig.workers[0].poll()[0].success
-        rig.workers[0]._faults = None
-        rig.workers[0].submit_load(made.job_id, 0, [5], made.slots)
-        rig.finish(made.job_id)
-        rig.check(0, keys(1), [5])
+        rig.index.reset()
+        rig.index.poll()  # the rank has ended it
+        assert rig.store(keys(1, prompt=1)).slots == made.slots
+        with pytest.raises(RequestError, match="has ended already"):
+            rig.workers[0].submit_load(made.job_id, 0, [5], made.slots)
 
 
 def test_the_engine_goes_on_only_behind_the_jobs_it_names(worker: TierWorker, gate: Gate) -> None:

@@ -1,8 +1,9 @@
 """``TieredWorker``: vLLM's view of a ``TierWorker``, beside the pages of one rank (design: two ways to attach).
 
 vLLM has no failed transfer: a worker that reports one ends the engine. A store that fails, or does not end, is therefore reported as done;
-that it was not is read by the index in shared memory. A load is a copy out of host memory and is tried again; if it fails for good, ending
-the engine is right, because its pages hold garbage.
+that it was not is read by the index in shared memory. A load is a copy out of host memory, which the worker tries again; if it fails for
+good, ending the engine is right, because its pages hold garbage. That holds also for a load that is flushed: vLLM flushes loads in a reset
+only, and the request that waits for its pages goes on.
 """
 
 from __future__ import annotations
@@ -18,14 +19,12 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingW
 from kvtier.errors import KVTierError, TransferError
 from kvtier.tiering.attach.vllm_manager import TierTransfer
 from kvtier.tiering.attach.vllm_pages import PartPages, pages_of
-from kvtier.tiering.tier_worker import TierWorker
+from kvtier.tiering.tier_worker import LOAD_ATTEMPTS, TierWorker
 
 _log = logging.getLogger(__name__)
 
 WAIT_SECONDS: Final = 30.0
 """Longest wait for copies before vLLM overwrites their pages. They are copies between memories: longer means that something is stuck."""
-
-LOAD_ATTEMPTS: Final = 3
 
 
 @dataclass
@@ -35,8 +34,6 @@ class _Transfer:
     is_store: bool
     deadline: float
     left: dict[int, PartPages] = field(default_factory=dict)
-    attempts: int = 1
-    is_flushed: bool = False
     num_bytes: int = 0
     seconds: float = 0.0
 
@@ -82,7 +79,7 @@ class TieredWorker(OffloadingWorker):
         transfer = self._transfers[job_id] = _Transfer(False, float("inf"))
         for pages in self._pages(src_spec, dst_spec, is_store=False):
             self._own(transfer, job_id, pages)
-            self._load(pages)
+            self.worker.submit_load(pages.part.job_id, pages.part.group, pages.pages, pages.part.slots, skip_pages=pages.skip)
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -96,9 +93,9 @@ class TieredWorker(OffloadingWorker):
             if owner is None:
                 continue
             transfer = self._transfers[owner]
-            if not result.is_store and result.error is not None and not transfer.is_flushed:
-                self._load_again(transfer, result.job_id, result.error)
-                continue
+            if not result.is_store and result.error is not None:
+                raise TransferError(f"a copy from host memory to vLLM's pages has failed {LOAD_ATTEMPTS} times ({result.error}); the pages "
+                                    "hold garbage and vLLM has no way to be told, so the engine has to stop")
             del self._owners[result.job_id]
             del transfer.left[result.job_id]
             transfer.num_bytes += result.num_bytes
@@ -121,7 +118,6 @@ class TieredWorker(OffloadingWorker):
         waited = [self._transfers[job_id] for job_id in job_ids if job_id in self._transfers]
         stuck = not self.worker.wait([part for transfer in waited for part in transfer.left], min(WAIT_SECONDS, self._job_timeout))
         for transfer in waited:
-            transfer.is_flushed = True  # a load that has failed must not be made again: its pages are no longer the request's
             if not stuck or self.worker.wait(transfer.left, 0.0):
                 continue
             if not transfer.is_store:
@@ -149,14 +145,3 @@ class TieredWorker(OffloadingWorker):
     def _own(self, transfer: _Transfer, job_id: int, pages: PartPages) -> None:
         transfer.left[pages.part.job_id] = pages
         self._owners[pages.part.job_id] = job_id
-
-    def _load(self, pages: PartPages) -> None:
-        self.worker.submit_load(pages.part.job_id, pages.part.group, pages.pages, pages.part.slots, skip_pages=pages.skip)
-
-    def _load_again(self, transfer: _Transfer, part_id: int, error: str) -> None:
-        transfer.attempts += 1
-        if transfer.attempts > LOAD_ATTEMPTS:
-            raise TransferError(f"a copy from host memory to vLLM's pages has failed {LOAD_ATTEMPTS} times ({error}); the pages hold "
-                                "garbage and vLLM has no way to be told, so the engine has to stop")
-        _log.warning("a copy from host memory has failed and is made again: %s", error)
-        self._load(transfer.left[part_id])

@@ -196,12 +196,28 @@ def test_a_load_that_keeps_failing_ends_the_engine_with_a_reason() -> None:
     assert rig.look(context, rig.key(0)) is rig.state.HIT
     transfer = rig.manager.prepare_load([rig.key(0)], context)
     rig.worker.submit_load(9, transfer, rig.spec([7, 8], [2, 0], [0, 0]))
-    for _ in range(2):
-        rig.tier_worker.wait([transfer.parts[0].job_id], SECONDS)
-        assert rig.worker.get_finished() == []
     rig.tier_worker.wait([transfer.parts[0].job_id], SECONDS)
     with pytest.raises(TransferError, match="failed 3 times"):
         rig.worker.get_finished()
+    rig.close()
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+def test_a_load_that_fails_in_a_reset_is_made_again_or_ends_the_engine_for_its_request_goes_on(failures: int) -> None:
+    rig = Rig(faults=f"primary.copy.eio*{failures}")
+    context = rig.request("one")
+    rig.store(context, [rig.key(0)], [0, 1], [2, 0], [0, 0])
+    assert rig.look(context, rig.key(0)) is rig.state.HIT
+    transfer = rig.manager.prepare_load([rig.key(0)], context)
+    rig.worker.submit_load(9, transfer, rig.spec([7, 8], [2, 0], [0, 0]))
+    rig.manager.reset_cache()
+    rig.worker.wait({9})
+    if failures == 2:
+        assert [result.job_id for result in rig.worker.get_finished()] == [9]
+        assert torch.equal(rig.tensors[0][0][7:9], rig.tensors[0][0][0:2])
+    else:
+        with pytest.raises(TransferError, match="failed 3 times"):
+            rig.worker.get_finished()
     rig.close()
 
 
