@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
-from kvtier.policies.eviction import NOT_QUEUED, EvictionQueues, QueueRecord, eviction_queues
+from kvtier.policies.eviction import EvictionQueues, eviction_queues
+from kvtier.policies.queue_record import NOT_QUEUED, QueueRecord
 from kvtier.policies.retention import DEFAULT_PRIORITY
 
 PRIMARY, SECONDARY = 0, 1

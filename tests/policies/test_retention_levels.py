@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from kvtier.errors import RequestError
-from kvtier.policies.eviction import QueueRecord, eviction_queues
+from kvtier.policies.eviction import eviction_queues
+from kvtier.policies.queue_record import QueueRecord
 from kvtier.policies.retention import DEFAULT_PRIORITY, RetentionConfig, RetentionLevel, TokenRange
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.policies.eviction import GRADE_LISTS, EvictionQueues, QueueRecord, kind_of
+from kvtier.policies.eviction import GRADE_LISTS, EvictionQueues, kind_of
 from kvtier.policies.named import HALVING, LRU, POLICIES, SEEN_FIRST, candidates_of
+from kvtier.policies.queue_record import QueueRecord
 from kvtier.policies.use_history import UseHistory
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from kvtier.errors import CapacityError
-from kvtier.policies.eviction import EMPTY, NOT_QUEUED, NUM_PRIORITIES, EvictionQueues, ListHead, QueueRecord
+from kvtier.policies.eviction import EMPTY, NUM_PRIORITIES, EvictionQueues, ListHead
+from kvtier.policies.queue_record import NOT_QUEUED, QueueRecord
 from kvtier.pools.pool_index import LEVEL_BITS, NVME, PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog

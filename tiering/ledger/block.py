@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from kvtier.policies.eviction import QueueRecord, RecordExtra
+from kvtier.policies.queue_record import QueueRecord, RecordExtra
 from kvtier.pools.pool_index import NVME, PoolIndex, level_of
 from kvtier.types import BlockId
 

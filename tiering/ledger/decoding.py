@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from kvtier.errors import RequestError
-from kvtier.policies.eviction import NOT_QUEUED
+from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.policies.retention import DEFAULT_PRIORITY
 from kvtier.pools.pool_index import PRIMARY
 from kvtier.tiering.ledger.block import Block

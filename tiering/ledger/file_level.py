@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final, cast
 
-from kvtier.policies.eviction import BACKING, GRADE_LISTS, NOT_QUEUED, EvictionQueues
+from kvtier.policies.eviction import BACKING, GRADE_LISTS, EvictionQueues
+from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, PoolIndex, level_of, slot_of
 from kvtier.tiering.ledger.block import Block, BlockExtra
 from kvtier.tiering.ledger.events import EventLog

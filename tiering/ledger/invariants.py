@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvtier.errors import LedgerError
-from kvtier.policies.eviction import BACKING, EMPTY, KEPT_BACKING, LISTS_PER_LEVEL, NOT_QUEUED, NUM_PRIORITIES, kind_of
+from kvtier.policies.eviction import BACKING, EMPTY, KEPT_BACKING, LISTS_PER_LEVEL, NUM_PRIORITIES, kind_of
+from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.pools.pool_index import LEVEL_NAMES, NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final, cast
 
-from kvtier.policies.eviction import NOT_QUEUED
+from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.pools.pool_index import NVME, SECONDARY, level_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.key_jobs import Answer, KeyRequest, WantedRead

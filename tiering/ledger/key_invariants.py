@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvtier.errors import LedgerError
-from kvtier.policies.eviction import BACKING, EMPTY, KEPT_BACKING, LISTS_PER_LEVEL, NOT_QUEUED, NUM_PRIORITIES
+from kvtier.policies.eviction import BACKING, EMPTY, KEPT_BACKING, LISTS_PER_LEVEL, NUM_PRIORITIES
+from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.pools.pool_index import LEVEL_NAMES, NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.key_ledger import KeyLedger

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import cast
 
-from kvtier.policies.eviction import NOT_QUEUED
+from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.pools.pool_index import NVME, SECONDARY, level_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.key_finding import KeyFinder

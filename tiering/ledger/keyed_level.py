@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvtier.policies.eviction import NOT_QUEUED, EvictionQueues
+from kvtier.policies.eviction import EvictionQueues
+from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.pools.pool_index import NVME, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog

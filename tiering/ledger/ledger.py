@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any, Protocol, cast
 
 from kvtier.errors import CapacityError, RequestError, UnknownBlock
-from kvtier.policies.eviction import NOT_QUEUED
+from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.policies.retention import check_priority, priority_of
 from kvtier.pools.pool_index import LEVEL_NAMES, PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger import beams, decoding, drafts, prefill

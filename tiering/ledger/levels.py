@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import cast
 
-from kvtier.policies.eviction import NOT_QUEUED, EvictionQueues
+from kvtier.policies.eviction import EvictionQueues
+from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.pools.pool_index import NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog

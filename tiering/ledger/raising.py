@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from kvtier.policies.eviction import NOT_QUEUED
+from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.pools.pool_index import PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger.admission import may_reuse, most_reusable
 from kvtier.tiering.ledger.block import Block

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvtier.errors import CapacityError
-from kvtier.policies.eviction import NOT_QUEUED
+from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.pools.pool_index import PRIMARY, level_of
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.sequence import ActiveSequence

@@ -4,7 +4,7 @@ lower copies, then content of the lowest priority. (Which of equal priority: ``t
 
 from __future__ import annotations
 
-from kvtier.policies.eviction import NOT_QUEUED
+from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.pools.pool_index import PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.ledger import Ledger

@@ -13,7 +13,7 @@ from naive_model import Driver, no_room, refused
 from pretend_tier import never
 
 from kvtier.errors import CapacityError, KVTierError
-from kvtier.policies.eviction import NOT_QUEUED
+from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.policies.retention import RetentionConfig, TokenRange
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.block import Block

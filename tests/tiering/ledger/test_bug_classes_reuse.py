@@ -8,7 +8,7 @@ from __future__ import annotations
 from group_run import GroupRun, full, window
 from hand_run import LAST, HandRun, words
 
-from kvtier.policies.eviction import NOT_QUEUED
+from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger import capacity
 from kvtier.tiering.ledger.truncating import truncate

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import CapacityError
-from kvtier.policies.eviction import BACKING, KEPT_BACKING, LISTS_PER_LEVEL, NOT_QUEUED, eviction_queues
+from kvtier.policies.eviction import BACKING, KEPT_BACKING, LISTS_PER_LEVEL, eviction_queues
+from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.pools.pool_index import NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block

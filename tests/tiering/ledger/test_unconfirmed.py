@@ -10,7 +10,7 @@ from group_run import GroupRun, window
 from hand_run import HandRun, expect_lost, on_secondary, pending, words
 
 from kvtier.errors import CapacityError
-from kvtier.policies.eviction import NOT_QUEUED
+from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.pools.pool_index import PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger import capacity
 from kvtier.tiering.ledger.block import Block
