@@ -235,6 +235,8 @@ class TierIndex(TierIndexCore):
         have to be reported. Reported jobs have ended; of those that were given up it waits for the ranks, too. RequestError as of
         :meth:`complete`."""
         deadline = time.monotonic() + arguments.seconds("timeout", timeout)
+        if not isinstance(job_ids, Iterable):
+            raise RequestError(f"job_ids={job_ids!r}: pass the job_id of plans, in a list")
         waiting = list(job_ids)
         while True:
             with self.turn as ledger:
