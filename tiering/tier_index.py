@@ -86,6 +86,7 @@ class TierIndex(TierIndexCore):
     def end_request(self, request_id: RequestId) -> None:
         """The request is over: its leases end, its reads from NVMe that have not begun are not begun. Jobs in flight go on until they
         are reported. Unknown requests are ignored."""
+        _check_request(request_id)
         with self.turn as ledger:
             ledger.end_request(request_id)
             ledger.start_reads()

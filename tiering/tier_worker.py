@@ -297,7 +297,7 @@ class TierWorker:
 
     def _check_numbers(self, job_id: int, group: int, slots: Sequence[int], is_store: bool = True) -> None:
         layout = self.plan.layout
-        if isinstance(job_id, bool) or not isinstance(job_id, int) or job_id < 0:
+        if isinstance(job_id, bool) or not isinstance(job_id, int) or not 0 <= job_id < 1 << 62:
             raise RequestError(f"job_id={job_id!r}: pass the job_id of a plan")
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(layout.groups):
             raise RequestError(f"group={group!r}: this layout has groups 0..{len(layout.groups) - 1}")

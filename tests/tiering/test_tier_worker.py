@@ -333,6 +333,13 @@ def test_on_cuda_a_device_in_error_is_a_failed_job(cuda: Any) -> None:
         made.close(10)
 
 
+def test_a_job_number_that_no_plan_can_have_is_refused(worker: TierWorker) -> None:
+    for call in (lambda: worker.submit_store(1 << 70, 0, [0, 1], [0]), lambda: worker.fail_store(1 << 70, 0, [0])):
+        with pytest.raises(RequestError, match="job_id="):
+            call()
+    assert worker.wait([1 << 70], 0.0)
+
+
 @pytest.mark.parametrize("wrong", [None, 5, "0", [None], [[0]], [0.5]])
 def test_numbers_are_numbers(worker: TierWorker, wrong: Any) -> None:
     for call in (lambda: worker.submit_load(0, 0, wrong, [0]), lambda: worker.submit_load(0, 0, [0, 1], wrong),
