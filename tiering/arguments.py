@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import index
 from typing import Final
 
 from kvtier.errors import RequestError
@@ -46,6 +47,14 @@ def sequence_of(name: str, value: object) -> None:
     """Raise RequestError unless ``value`` is a list or another sequence (no string)."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise RequestError(f"{name}={value!r}: pass a list")
+
+
+def whole_numbers(name: str, values: Iterable[int]) -> list[int]:
+    """Several whole numbers, of any type that is one. Raises RequestError otherwise."""
+    try:
+        return [index(value) for value in values]
+    except TypeError as error:
+        raise RequestError(f"{name}: pass whole numbers in a list ({error})") from None
 
 
 def requests(value: object) -> None:

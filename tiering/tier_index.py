@@ -86,6 +86,7 @@ class TierIndex(TierIndexCore):
     def end_request(self, request_id: RequestId) -> None:
         """The request is over: its leases end, its reads from NVMe that have not begun are not begun. Jobs in flight go on until they
         are reported. Unknown requests are ignored."""
+        _check_request(request_id)
         with self.turn as ledger:
             ledger.end_request(request_id)
             ledger.start_reads()
@@ -235,6 +236,8 @@ class TierIndex(TierIndexCore):
         have to be reported. Reported jobs have ended; of those that were given up it waits for the ranks, too. RequestError as of
         :meth:`complete`."""
         deadline = time.monotonic() + arguments.seconds("timeout", timeout)
+        if not isinstance(job_ids, Iterable):
+            raise RequestError(f"job_ids={job_ids!r}: pass the job_id of plans, in a list")
         waiting = list(job_ids)
         while True:
             with self.turn as ledger:

@@ -139,7 +139,7 @@ class TierWorker:
     def fail_store(self, job_id: int, group: int, slots: Sequence[int]) -> None:
         """This rank will not copy anything for a job: the index need not wait for it, and its blocks are misses. Arguments as of
         :meth:`submit_store`; RequestError for a job that is under way."""
-        self._check_numbers(job_id, group, slots)
+        self._check_numbers(job_id, group, arguments.whole_numbers("slots", slots))
         with self._lock:
             if job_id in self._jobs:
                 raise RequestError(f"job {job_id}: is under way already; abort it")
@@ -156,20 +156,20 @@ class TierWorker:
     def wait(self, job_ids: Iterable[int], timeout: float) -> bool:
         """Wait until these jobs have ended (unknown ones have); False when ``timeout`` seconds were not enough. :meth:`poll` still
         reports them."""
-        wanted = set(job_ids)
+        wanted = set(arguments.whole_numbers("job_ids", job_ids))
         return self._wait_while(lambda: not wanted.isdisjoint(self._jobs), timeout)
 
     def before_overwrite(self, page_ids: Iterable[int], timeout: float, group: int | None = None) -> bool:
         """The engine is about to give these pages to somebody else: wait for the copies that use them. False when time ran out: they
         must not be overwritten then. ``group``: whose page numbers; None: of any group."""
-        pages = frozenset(page_ids)
+        pages = frozenset(arguments.whole_numbers("page_ids", page_ids))
         return self._wait_while(lambda: any((group is None or job.group == group) and not job.pages.isdisjoint(pages)
                                             for job in self._jobs.values()), timeout)
 
     def abort(self, job_ids: Iterable[int], timeout: float) -> bool:
         """These jobs end with an error: those that have not begun are not begun, and what others have copied is not served. Wait for
         their end; False when time ran out."""
-        wanted = set(job_ids)
+        wanted = set(arguments.whole_numbers("job_ids", job_ids))
         with self._lock:
             for number in wanted & self._jobs.keys():
                 self._jobs[number].is_aborted = True
@@ -210,6 +210,7 @@ class TierWorker:
 
     def _submit(self, job_id: int, group: int, pages: Sequence[int], slots: Sequence[int], skip_pages: int,
                 after_stream: EngineStream | None, is_store: bool) -> None:
+        pages, slots = arguments.whole_numbers("pages", pages), arguments.whole_numbers("slots", slots)
         self._check_job(job_id, group, pages, slots, skip_pages, is_store)
         shape = self.plan.layout.groups[group]
         with self._lock:
@@ -296,7 +297,7 @@ class TierWorker:
 
     def _check_numbers(self, job_id: int, group: int, slots: Sequence[int], is_store: bool = True) -> None:
         layout = self.plan.layout
-        if isinstance(job_id, bool) or not isinstance(job_id, int) or job_id < 0:
+        if isinstance(job_id, bool) or not isinstance(job_id, int) or not 0 <= job_id < 1 << 62:
             raise RequestError(f"job_id={job_id!r}: pass the job_id of a plan")
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(layout.groups):
             raise RequestError(f"group={group!r}: this layout has groups 0..{len(layout.groups) - 1}")
@@ -309,6 +310,8 @@ class TierWorker:
         per_block = self.plan.layout.groups[group].pages_per_block
         if not len(pages) or min(pages) < 0 or max(pages) >= self._num_pages[group]:
             raise RequestError(f"job {job_id}: pages={list(pages)[:8]}: group {group} has pages 0..{self._num_pages[group] - 1}")
+        if isinstance(skip_pages, bool) or not isinstance(skip_pages, int):
+            raise RequestError(f"job {job_id}: skip_pages={skip_pages!r}: pass a whole number")
         filled = skip_pages + len(pages)
         if not 0 <= skip_pages < per_block or not (len(slots) - 1) * per_block < filled <= len(slots) * per_block:
             raise RequestError(f"job {job_id}: {len(pages)} pages behind {skip_pages} skipped ones do not make {len(slots)} blocks of "

@@ -400,7 +400,8 @@ def test_bad_arguments_are_refused_and_change_nothing() -> None:
                      lambda: index.plan_store("r", keys(1), priority=101), lambda: index.begin_request("r", priority="URGENT"),
                      lambda: index.begin_request("r", duration_seconds=-1.0), lambda: index.complete(0), lambda: index.complete(True),
                      lambda: index.begin_request("r", skip_read=1),  # type: ignore[arg-type]
-                     lambda: index.wait([], -1.0), lambda: index.key_state("r", "text")):  # type: ignore[arg-type]
+                     lambda: index.wait([], -1.0), lambda: index.end_request([]),  # type: ignore[arg-type]
+                     lambda: index.key_state("r", "text")):  # type: ignore[arg-type]
             with pytest.raises(RequestError):
                 call()
         assert index.stats().requests == 0

@@ -113,6 +113,8 @@ def test_what_is_no_job_is_refused_and_changes_nothing(number: Any) -> None:
             rig.index.cancel_job(number)
         with pytest.raises(RequestError, match="job_id="):
             rig.index.wait([number], 0.0)
+        with pytest.raises(RequestError, match="job_ids=5"):
+            rig.index.wait(5, 0.0)  # type: ignore[arg-type]
         assert rig.states(keys(2)) == [KeyState.PENDING] * 2
         for plan in plans:
             rig.index.cancel_job(plan.job_id)

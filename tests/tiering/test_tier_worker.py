@@ -331,3 +331,19 @@ def test_on_cuda_a_device_in_error_is_a_failed_job(cuda: Any) -> None:
     finally:
         made._arena.unlink()
         made.close(10)
+
+
+def test_a_job_number_that_no_plan_can_have_is_refused(worker: TierWorker) -> None:
+    for call in (lambda: worker.submit_store(1 << 70, 0, [0, 1], [0]), lambda: worker.fail_store(1 << 70, 0, [0])):
+        with pytest.raises(RequestError, match="job_id="):
+            call()
+    assert worker.wait([1 << 70], 0.0)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "0", [None], [[0]], [0.5]])
+def test_numbers_are_numbers(worker: TierWorker, wrong: Any) -> None:
+    for call in (lambda: worker.submit_load(0, 0, wrong, [0]), lambda: worker.submit_load(0, 0, [0, 1], wrong),
+                 lambda: worker.submit_load(0, 0, [0, 1], [0], skip_pages=wrong if wrong != 5 else 0.5), lambda: worker.wait(wrong, 0.0),
+                 lambda: worker.fail_store(0, 0, wrong), lambda: worker.abort(wrong, 0.0), lambda: worker.before_overwrite(wrong, 0.0)):
+        with pytest.raises(RequestError):
+            call()
