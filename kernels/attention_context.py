@@ -93,7 +93,7 @@ class PagedContext:
             check_values: for the caller, see there.
 
         Raises:
-            RequestError: a wrong shape, dtype or device, or head counts that do not divide.
+            RequestError: a wrong shape, dtype, scale or device, or head counts that do not divide.
         """
         layer_pages = LayerPages.of(kernel, pages, layer=layer, num_layers=num_layers, kv_factor=kv_factor)
         stored = StoredPages.of(kernel, pages, value_pages=value_pages, scale_pages=scale_pages, value_scale_pages=value_scale_pages,
@@ -115,6 +115,11 @@ class PagedContext:
         if value_dim is not None:
             stored = _narrow_values(kernel, stored, value_dim)
         factor = 1.0 / math.sqrt(stored.key_dim) if scale is None else scale
+        if not math.isfinite(factor):
+            raise RequestError(f"{kernel}: scale={scale}: pass a finite number, or None for 1 / sqrt(head_dim)")
+        if kv_factor == 1 and value_pages is None and key_scale != value_scale:
+            raise RequestError(f"{kernel}: key_scale={key_scale} and value_scale={value_scale}: one row is key and value, stored "
+                               "with one scale; pass it as both")
         return cls(layer_pages, stored, table, visibility, factor, soft_cap)
 
     @property

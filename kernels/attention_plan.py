@@ -80,6 +80,7 @@ class PrefillPlan:
         self.device = torch.device(device)
         self._tiles: dict[tuple[int, int], torch.Tensor] = {}
         self._sequences: torch.Tensor | None = None
+        self._chunk_lengths: torch.Tensor | None = None
 
     @property
     def longest(self) -> int:
@@ -110,6 +111,13 @@ class PrefillPlan:
                 rows[chunk.sequence] = torch.tensor([chunk.begin, chunk.end, chunk.past, chunk.length])
             self._sequences = rows.to(self.device)
         return self._sequences
+
+    def chunk_lengths(self) -> torch.Tensor:
+        """int32 ``[queries]`` on the device: queries in the chunk of each. Made once."""
+        if self._chunk_lengths is None:
+            lengths = torch.tensor([chunk.end - chunk.begin for chunk in self.chunks], dtype=torch.int32)
+            self._chunk_lengths = lengths.repeat_interleave(lengths).to(self.device)
+        return self._chunk_lengths
 
 
 class DecodePlan:

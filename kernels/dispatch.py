@@ -132,7 +132,7 @@ def kernel_paths(device_type: str) -> KernelPaths:
     Raises:
         ConfigError: there are no kernels for this kind of device.
     """
-    return _references() if checks.always_checks() else _paths_of(device_type)
+    return _references(device_type) if checks.always_checks() else _paths_of(device_type)
 
 
 @cache
@@ -175,7 +175,7 @@ def _paths_of(device_type: str) -> KernelPaths:
 
 
 @cache
-def _references() -> KernelPaths:
+def _references(device_type: str) -> KernelPaths:
     from kvtier.kernels.append import append_reference
     from kvtier.kernels.attention_reference import decode_reference, prefill_reference
     from kvtier.kernels.block_offsets import fill_offsets_reference
@@ -183,11 +183,11 @@ def _references() -> KernelPaths:
     from kvtier.kernels.indexer_scatter import scatter_reference
     from kvtier.kernels.nvfp4 import dequantise_nvfp4_reference, quantise_nvfp4_reference
     from kvtier.kernels.partial_copy import partial_copy_reference
-    from kvtier.kernels.row_moves import move_rows_host
     from kvtier.kernels.value_tail import zero_tail_reference
 
+    # Places of rows are addresses, and the host cannot follow a GPU's: its own path moves them.
     return KernelPaths(
         append=append_reference, fused_write=fused_write_reference, zero_tail=zero_tail_reference, scatter=scatter_reference,
         quantise_nvfp4=quantise_nvfp4_reference, dequantise_nvfp4=dequantise_nvfp4_reference,
         partial_copy=partial_copy_reference, fill_offsets=fill_offsets_reference,
-        prefill=prefill_reference, decode=decode_reference, rows=move_rows_host)
+        prefill=prefill_reference, decode=decode_reference, rows=_paths_of(device_type).rows)

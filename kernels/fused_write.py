@@ -12,7 +12,7 @@ import torch
 
 from kvtier.errors import RequestError
 from kvtier.kernels.append import append_host, append_reference
-from kvtier.kernels.checks import LayerPages, check_dtype, check_same_device, check_shape, checks_values
+from kvtier.kernels.checks import INDEX_TYPES, LayerPages, check_dtype, check_same_device, check_shape, checks_values
 from kvtier.kernels.dispatch import kernel_paths
 from kvtier.kernels.places import TokenPlaces
 from kvtier.kernels.quantise import to_storage
@@ -72,7 +72,7 @@ def fused_write(qkv: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, pla
     key_columns, value_columns = layer_pages.heads * stored.key_dim, layer_pages.heads * stored.value_dim
     query_columns = query_heads * stored.key_dim
     columns = query_columns + key_columns + value_columns
-    if not update_kv_cache and qkv.shape[-1] == query_columns:
+    if not update_kv_cache and qkv.dim() == 2 and qkv.shape[1] == query_columns:
         columns = query_columns
     check_shape(_KERNEL, "qkv", qkv, (None, columns), f"tokens, {query_heads} query heads, {layer_pages.heads} of keys and of values")
     tokens = qkv.shape[0]
@@ -90,10 +90,12 @@ def fused_write(qkv: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, pla
     places = TokenPlaces(table, plan.sequence_of_token, plan.positions, first_writable)
     places.check_shapes(_KERNEL, tokens)
     check_same_device(_KERNEL, pages, qkv=qkv, table=table, bias=bias, out=out, first_writable=first_writable,
-                      **{"plan.positions": plan.positions, "plan.rotary_positions": plan.rotary_positions})
+                      **{"plan.sequence_of_token": plan.sequence_of_token, "plan.positions": plan.positions,
+                         "plan.rotary_positions": plan.rotary_positions})
     if rotary is not None:
         rotary.check(_KERNEL, qkv, stored.key_dim)
         check_shape(_KERNEL, "plan.rotary_positions", plan.rotary_positions, (tokens,), "tokens")
+        check_dtype(_KERNEL, "plan.rotary_positions", plan.rotary_positions, INDEX_TYPES)
     if checks_values(pages, check_values):
         if rotary is not None:
             rotary.check_positions(_KERNEL, plan.rotary_positions)
@@ -101,7 +103,7 @@ def fused_write(qkv: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, pla
             places.check_values(layer_pages)
     if tokens:
         kernel_paths(pages.device.type).fused_write(
-            qkv.detach(), None if bias is None else bias.detach(), rotary, plan.rotary_positions, out, query_scale,
+            qkv.detach(), None if bias is None else bias.detach(), rotary, plan.rotary_positions, out.detach(), query_scale,
             stored if update_kv_cache else None, places, layer_pages.heads, layer_pages.offset)
     return out
 

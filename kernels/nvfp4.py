@@ -20,6 +20,7 @@ GROUP: Final = 16
 """Elements that share a scale."""
 
 LARGEST_E2M1: Final = 6.0
+_LARGEST_SCALE: Final = torch.finfo(torch.float32).max
 VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the codes 0 to 7 stand for; 8 to 15 are the same, negative."""
 
@@ -67,6 +68,8 @@ def dequantise_nvfp4(codes: torch.Tensor, scales: torch.Tensor, global_scale: fl
     kernel = "dequantise_nvfp4"
     for name, stored in (("codes", codes), ("scales", scales)):
         check_dtype(kernel, name, stored, (torch.uint8,))
+    if dtype not in FLOAT_TYPES:
+        raise RequestError(f"{kernel}: dtype={dtype}: pass a floating-point dtype of 16 bits or more, or the numbers would be cut")
     _check(kernel, global_scale, "codes", codes, GROUP // 2)
     if scales.shape != (*codes.shape[:-1], codes.shape[-1] * 2 // GROUP) or scales.device != codes.device:
         raise RequestError(f"{kernel}: scales has shape {tuple(scales.shape)} on {scales.device} and codes {tuple(codes.shape)} on "
@@ -75,8 +78,8 @@ def dequantise_nvfp4(codes: torch.Tensor, scales: torch.Tensor, global_scale: fl
 
 
 def _check(kernel: str, global_scale: float, name: str, tensor: torch.Tensor, unit: int) -> None:
-    if not math.isfinite(global_scale) or global_scale < 0:
-        raise RequestError(f"{kernel}: global_scale={global_scale}: pass a finite number, 0 or more")
+    if not 0 <= global_scale <= _LARGEST_SCALE:
+        raise RequestError(f"{kernel}: global_scale={global_scale}: pass a finite number, 0 or more, in float32")
     if not tensor.dim() or tensor.shape[-1] % unit or not tensor.shape[-1]:
         raise RequestError(f"{kernel}: {name} has shape {tuple(tensor.shape)}: its last axis must be a multiple of {unit} "
                            f"(groups of {GROUP} elements)")
@@ -84,7 +87,7 @@ def _check(kernel: str, global_scale: float, name: str, tensor: torch.Tensor, un
 
 def quantise_nvfp4_torch(numbers: torch.Tensor, global_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The path in torch operations, in float32 throughout."""
-    groups = numbers.float().reshape(*numbers.shape[:-1], -1, GROUP)
+    groups = numbers.float().reshape(*numbers.shape[:-1], numbers.shape[-1] // GROUP, GROUP)
     amax = groups.abs().amax(-1)
     one = divisor(numbers, global_scale)
     scales = (amax / (LARGEST_E2M1 * one)).clamp_(max=LARGEST_E4M3)

@@ -147,7 +147,8 @@ class OffsetTable:
         if self._ring is None:
             self._submit(table, torch.from_numpy(indptr), torch.from_numpy(slots))
         else:
-            with self._ring.buffer() as buffer:
+            # The ring's event is recorded on the current device's stream: on another device's it would be done at once.
+            with torch.cuda.device(self._tensor.get_device()), self._ring.buffer() as buffer:
                 size = len(indptr) + len(slots)
                 host = buffer.numpy()
                 host[:len(indptr)], host[len(indptr):size] = indptr, slots

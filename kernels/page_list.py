@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvtier.errors import RequestError
+from kvtier.kernels.block_offsets import MAX_PAGES
 from kvtier.kernels.checks import INDEX_TYPES, NULL_ENTRY, check_dtype, check_same_device, check_shape
 
 _KERNEL = "table_of_page_list"
@@ -30,7 +31,8 @@ def table_of_page_list(indptr: torch.Tensor, indices: torch.Tensor, last_page_le
         int32 ``[sequences, 2, pages of the longest]``, unused entries null, and int32 ``[sequences]``: tokens of each.
 
     Raises:
-        RequestError: pointers that fall or do not fit, a last page that is empty or longer than a page, a block outside the pool.
+        RequestError: pointers that fall or do not fit, a last page that is empty or longer than a page, a block outside the pool, a pool
+            with more pages than an entry counts.
     """
     check_shape(_KERNEL, "indptr", indptr, (None,), "sequences + 1")
     sequences = indptr.shape[0] - 1
@@ -39,6 +41,9 @@ def table_of_page_list(indptr: torch.Tensor, indices: torch.Tensor, last_page_le
     for name, tensor in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
         check_dtype(_KERNEL, name, tensor, INDEX_TYPES)
     check_same_device(_KERNEL, indptr, indices=indices, last_page_len=last_page_len)
+    if num_layers < 1 or kv_factor not in (1, 2) or num_blocks * num_layers * kv_factor > MAX_PAGES:
+        raise RequestError(f"{_KERNEL}: num_blocks={num_blocks}, num_layers={num_layers}, kv_factor={kv_factor}: allowed are at least one "
+                           f"layer, a factor of 1 or 2, and {MAX_PAGES} pages, which an int32 entry counts to")
     counts = indptr.diff().long()
     _check(indptr, counts, indices, last_page_len, tokens_per_block, num_blocks)
     widest = int(counts.max()) if sequences else 0

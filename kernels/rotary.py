@@ -67,7 +67,7 @@ class Rotary:
         A position without a row of cosines is taken as the nearest that has one.
         """
         rows = positions.clamp(0, self.cos.shape[0] - 1).long()
-        cos, sin = self.cos[rows, None], self.sin[rows, None]
+        cos, sin = self.cos.detach()[rows, None], self.sin.detach()[rows, None]
         rotated = heads.clone()
         half, width = self.cos.shape[1], self.rotary_dim
         first, second = (slice(0, half), slice(half, width)) if self.style is RotaryStyle.HALF_SPLIT else (slice(0, width, 2),

@@ -46,7 +46,7 @@ def move_rows(destination: RowPlaces, source: RowPlaces, pairs: torch.Tensor, nu
     Raises:
         RequestError: pairs of another shape or dtype, or nothing to copy. Nothing has been copied then.
     """
-    check_shape(_KERNEL, "pairs", pairs, (pairs.shape[0], 2), "n, 2")
+    check_shape(_KERNEL, "pairs", pairs, (None, 2), "n, 2")
     check_dtype(_KERNEL, "pairs", pairs, (torch.int64,))
     if num_layers < 1 or num_bytes < 1:
         raise RequestError(f"{_KERNEL}: num_layers={num_layers}, num_bytes={num_bytes}: both must be at least 1")

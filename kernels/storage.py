@@ -96,7 +96,9 @@ class StoredPages:
             raise RequestError(f"{kernel}: value_scale_pages {'are missing' if value_scale_pages is None else 'given'}: they go with "
                                "scale_pages and value_pages together")
         check_same_device(kernel, pages, value_pages=value_pages, scale_pages=scale_pages, value_scale_pages=value_scale_pages)
-        values = pages if value_pages is None else value_pages
+        # What is stored is data: pages that are a parameter of something are written and read as any others.
+        pages = pages.detach() if pages.requires_grad else pages
+        values = pages if value_pages is None else value_pages.detach()
         value_scales = scale_pages if value_scale_pages is None else value_scale_pages
         for name, data, scales in (("scale_pages", pages, scale_pages), ("value_scale_pages", values, value_scales)):
             if scales is None:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kvtier.kernels.triton_pages import capped, num_left_out, pages_of, place_of, read_rows
+from kvtier.kernels.triton_rows import counts_of
 
 
 def _attention_kernel(
@@ -66,7 +67,8 @@ def _attention_kernel(
     left_out = num_left_out(lowest, SINKS, REACH, BLOCK_TOKENS)
     count = end - left_out
     start = part * split_tokens
-    stop = tl.minimum(count, start + split_tokens)
+    # The last part has all that is left: a ring's blocks may count a few tokens more than the table has places.
+    stop = tl.where(part == tl.num_programs(2) - 1, count, tl.minimum(count, start + split_tokens))
     if DECODE & (part > 0) & (start >= count):
         return   # nobody reads this part
 
@@ -196,5 +198,6 @@ def _join_kernel(
 
 
 # Applied as functions: as decorators they would take the kernels' types away from the type checker.
-attention_kernel = triton.jit(_attention_kernel)
-join_kernel = triton.jit(_join_kernel)
+# The two strides are of rows as long as a step's: loads by them are not wide, and a new length must not mean a new kernel.
+attention_kernel = triton.jit(_attention_kernel, do_not_specialize=[*counts_of(_attention_kernel), "source_stride", "draft_stride"])
+join_kernel = triton.jit(_join_kernel, do_not_specialize=counts_of(_join_kernel))

@@ -80,7 +80,7 @@ def launch(query: torch.Tensor, context: PagedContext, shape: TileShape, constan
         sequences: lengths of the sequences (decode), or ``PrefillPlan.sequences()``.
         tiles: ``PrefillPlan.tiles()``; not read in decode.
         out: ``[queries, query_heads, value_dim]``, written.
-        draft_mask: who sees whom among a chunk's queries.
+        draft_mask: who sees whom among a chunk's queries; contiguous, False behind the chunk's last.
         split_tokens: tokens of a part.
         parts: buffers float32 ``[queries or more, parts, query_heads, value_dim]`` and, without the last axis, for log-sums.
     """
@@ -92,7 +92,9 @@ def launch(query: torch.Tensor, context: PagedContext, shape: TileShape, constan
     drafts, depths = unused, unused
     if draft_mask is not None:
         drafts, depths = draft_mask.view(torch.uint8), (draft_mask.sum(1) - 1).int()
-    source = context.source_rows
+    # The kernel goes over numbers of one row, and over lengths, without strides.
+    sequences = sequences.contiguous()
+    source = None if context.source_rows is None else context.source_rows.contiguous()
     target, log_sums = (out, unused) if parts is None else parts
     out_strides = (out.stride(0), 0, out.stride(1)) if parts is None else target.stride()[:3]
     num_parts = 1 if parts is None else target.shape[1]

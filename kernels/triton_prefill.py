@@ -28,9 +28,16 @@ def prefill_triton(query: torch.Tensor, context: PagedContext, plan: PrefillPlan
     if split_tokens < plan.longest:
         rows = query.new_empty(tokens, -(-plan.longest // split_tokens), query_heads, context.value_dim, dtype=torch.float32)
         parts = rows, torch.empty(rows.shape[:3], dtype=torch.float32, device=query.device)
-    launch(query, context, shape, constants, num_tiles=len(tiles), sequences=plan.sequences(), tiles=tiles, out=out, draft_mask=draft_mask,
+    drafts = None if draft_mask is None else _of_own_chunk(draft_mask, plan)
+    launch(query, context, shape, constants, num_tiles=len(tiles), sequences=plan.sequences(), tiles=tiles, out=out, draft_mask=drafts,
            split_tokens=split_tokens, parts=parts)
     return out
+
+
+def _of_own_chunk(draft_mask: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
+    """The mask without what lies behind a shorter chunk's last token, whatever is there: it would count for a draft's depth."""
+    columns = torch.arange(draft_mask.shape[1], device=draft_mask.device)
+    return (draft_mask & (columns < plan.chunk_lengths()[:, None])).contiguous()
 
 
 def tile_shape(dim: int, element_bytes: int) -> TileShape:

@@ -70,12 +70,22 @@ def _check_tails(layer_pages: LayerPages, table: torch.Tensor, lengths: torch.Te
     if bool(bad.any()):
         found = int(bad.nonzero()[0])
         raise layer_pages.entry_error("table", int(sequences[found]), 1, int(blocks[found]), int(entries[found, 1]))
-    ends: dict[int, int] = {}
-    for sequence, entry in zip(sequences.tolist(), entries[:, 1].tolist(), strict=True):
-        other = ends.setdefault(entry, sequence)
-        if int(lengths[other]) % tokens_per_block != int(lengths[sequence]) % tokens_per_block:
-            raise RequestError(f"{_KERNEL}: table[{sequence}, 1]: sequences {other} and {sequence} end in one page, of entry {entry}, with "
-                               f"lengths {int(lengths[other])} and {int(lengths[sequence])}; a page has one owner: copy the block first")
+    _check_owners(table[:, 1], lengths, entries[:, 1], tokens_per_block)
+
+
+def _check_owners(values: torch.Tensor, lengths: torch.Tensor, zeroed: torch.Tensor, tokens_per_block: int) -> None:
+    """No page in which a tail is zeroed (entries ``zeroed``) holds more tokens of another sequence, in its middle or its end."""
+    first = torch.arange(values.shape[1], device=values.device) * tokens_per_block
+    held = (lengths[:, None] - first).clamp(0, tokens_per_block)   # tokens of each sequence in each of its blocks
+    found = ((held > 0) & torch.isin(values, zeroed)).nonzero().tolist()
+    owners: dict[int, tuple[int, int]] = {}
+    for sequence, block in found:
+        entry, tokens = int(values[sequence, block]), int(held[sequence, block])
+        other, others = owners.setdefault(entry, (sequence, tokens))
+        if tokens != others:
+            raise RequestError(f"{_KERNEL}: table[{sequence}, 1, {block}]: sequences {other} and {sequence} share the page of entry "
+                               f"{entry}, with {others} and {tokens} tokens in it (lengths {int(lengths[other])} and "
+                               f"{int(lengths[sequence])}); a page has one owner: copy the block first")
 
 
 def zero_tail_torch(values: torch.Tensor, block_scales: torch.Tensor | None, table: torch.Tensor, lengths: torch.Tensor,

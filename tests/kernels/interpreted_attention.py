@@ -57,23 +57,27 @@ def prefill_error(model: dict[str, Any], chunks: list[tuple[int, int]], is_split
 
 
 def drafts_error() -> float:
-    """Two paths behind a past, in a window, a chunk of plain tokens before them."""
+    """Two paths behind a past, in a window, and a shorter chunk of another sequence, in whose rows the mask goes on with nonsense. The
+    mask is column by column."""
     parents = [-1, 0, 0, 1, 2, 3]
     depths = [0, 1, 1, 2, 2, 3]
-    batch = AttentionBatch([17 + len(parents)], first=[17], window=9, sinks=2, group=3)
-    query, mask = batch.queries(len(parents)), mask_of_parents(parents)
-    out = prefill_triton(query, context_of(batch, query), PrefillPlan([0, len(parents)], [17]), mask)
+    batch = AttentionBatch([17 + len(parents), 11], first=[17, 9], window=9, sinks=2, group=3)
+    query, mask = batch.queries(len(parents) + 2), torch.ones(len(parents), len(parents) + 2, dtype=torch.bool).t()
+    mask[:len(parents)], mask[len(parents):, :2] = mask_of_parents(parents), mask_of_parents([-1, 0])
+    out = prefill_triton(query, context_of(batch, query), PrefillPlan([0, len(parents), len(parents) + 2], [17, 9]), mask)
     hidden = [[17 + other for other in range(len(parents)) if not mask[row, other]] for row in range(len(parents))]
     positions = [17 + depth for depth in depths]
-    return relative_error(out, batch.expected(0, query, positions, hidden=hidden, key_positions=[*range(17), *positions]))
+    paths = batch.expected(0, query[:len(parents)], positions, hidden=hidden, key_positions=[*range(17), *positions])
+    return relative_error(out, torch.cat([paths, batch.expected(1, query[len(parents):], [9, 10])]))
 
 
 def sources_error() -> float:
-    """Three beams: tokens from the pages of others."""
+    """Three beams: tokens from the pages of others. Sources and lengths are columns of something."""
     batch = AttentionBatch([21, 21, 21], group=1)
     query = batch.queries(3)
-    source = torch.randint(-1, 3, (3, 24), generator=torch.Generator().manual_seed(5), dtype=torch.int32)
-    out = decode_triton(query, replace(context_of(batch, query), source_rows=source), torch.tensor([21, 21, 21]), None)
+    source = torch.randint(-1, 3, (24, 3), generator=torch.Generator().manual_seed(5), dtype=torch.int32).t()
+    lengths = torch.tensor([[21, 3], [21, 4], [21, 5]])[:, 0]
+    out = decode_triton(query, replace(context_of(batch, query), source_rows=source), lengths, None)
     expected = []
     for row in range(3):
         owners = [row if owner < 0 else owner for owner in source[row].tolist()[:21]]
@@ -111,6 +115,8 @@ def main() -> int:
         "decode split window": decode_error({"window": 60, "sinks": 5, "heads": 1, "group": 3}, [130, 33, 4], 64, None),
         "decode split 71 cap": decode_error({"heads": 1, "group": 71, "tokens_first": True, "key_dim": 24, "value_dim": 40}, [90], 64, 2.0),
         "decode ring": decode_error({"window": 20, "sinks": 3, "ring": True}, [61, 9], None, None),
+        # More tokens from the first block that is seen than the ring has places: no part may leave out the newest.
+        "decode ring one part": decode_error({"window": 20, "ring": False}, [61, 9], 32, None),
         "decode bf16": decode_error({"dtype": torch.bfloat16, "key_dim": 80, "value_dim": 80}, [20], None, None),
         "decode fp8": decode_error({"dtype": torch.float8_e4m3fn, "value_dim": 32} | QUARTERS, [20], None, None),
         "decode int8": decode_error({"dtype": torch.int8} | QUARTERS, [20], None, None),

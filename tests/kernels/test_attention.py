@@ -318,3 +318,23 @@ def test_a_decode_that_cannot_be_right_is_refused(paged, change, message):
     with pytest.raises(RequestError) as caught:
         attention_decode(**(decode_call(batch) | change))
     assert message in str(caught.value)
+
+
+def test_pages_that_are_a_parameter_are_read_and_written_as_any_others(paged):
+    batch = paged([6]).write_without_kernel()
+    query, pages = batch.queries(1, batch.heads), torch.nn.Parameter(batch.pages.clone())
+    out = attention_decode(query, pages, batch.table, torch.tensor([6]), **batch.address)
+    assert torch.equal(out, attention_decode(query, batch.pages, batch.table, torch.tensor([6]), **batch.address))
+    assert torch.equal(attention_prefill(query, pages, batch.table[0], 5, **batch.address),
+                       attention_prefill(query, batch.pages, batch.table[0], 5, **batch.address))
+    token, rows = torch.tensor([0]), torch.randn(1, batch.heads, batch.head_dim)
+    for target in (pages, batch.pages):
+        write_kv(target, rows, rows, batch.table, token, token, **batch.address)
+    assert torch.equal(pages.detach().nan_to_num(), batch.pages.nan_to_num())
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf])
+def test_a_scale_that_is_no_number_is_refused(paged, scale):
+    batch = paged([6])
+    with pytest.raises(RequestError, match=f"scale={scale}: pass a finite number"):
+        attention_prefill(batch.queries(1, batch.heads), batch.pages, batch.table[0], 5, scale=scale, **batch.address)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -292,6 +292,7 @@ def test_queries_in_eight_bits(poison):
     ({"kv_factor": 1}, "kv_factor=1 without value_pages"), ({"layer": 2}, "layer=2"), ({"key_scale": 3.0}, "key_scale=3.0"),
     ({"plan": plan_write(torch.tensor([3]), torch.tensor([3]), 3)}, "sequence_of_token has shape (3,)"),
     ({"plan": plan_write(torch.tensor([18]), torch.tensor([4]), 4)}, "positions[2]=16 (sequence 0): the table's 4 blocks of 4 tokens"),
+    ({"plan": replace(plan_write(torch.tensor([4]), torch.tensor([4]), 4), rotary_positions=torch.zeros(4))}, "rotary_positions has dtype"),
     ({"qkv": torch.zeros(160, 4).T}, "the last axis of qkv"), ({"qkv": torch.zeros(4, 160, dtype=torch.float64)}, "qkv has dtype float64"),
     ({"first_writable": torch.zeros(2, dtype=torch.int32)}, "first_writable has shape (2,)"),
 ])
@@ -303,3 +304,15 @@ def test_a_bad_call_is_refused_before_anything_is_written(poison, same_bits, cha
         model.write(**call)
     assert message in str(caught.value)
     assert same_bits(model.pages, before)
+
+
+def test_a_model_in_training_writes_as_any_other(poison, same_bits):
+    """An error from what requires a gradient would come with the queries written and the keys not."""
+    plain, trained = Model(poison, sequences=1), Model(poison, sequences=1)
+    qkv, plan = plain.draw(4), plan_write(torch.tensor([4]), torch.tensor([4]), 4)
+    cos, sin = torch.rand(8, 8), torch.rand(8, 8)
+    expected = plain.write(qkv=qkv, plan=plan, rotary=Rotary(cos, sin))
+    out = torch.zeros_like(expected).requires_grad_()
+    trained.write(qkv=qkv.clone().requires_grad_(), plan=plan, rotary=Rotary(cos.clone().requires_grad_(), sin), out=out)
+    assert same_bits(out.detach(), expected.detach())
+    assert same_bits(trained.pages, plain.pages)

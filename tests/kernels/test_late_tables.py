@@ -149,3 +149,23 @@ def test_an_error_while_a_buffer_is_written_leaves_the_ring_usable() -> None:
     for wanted in (2, 1, 2):
         with ring.buffer() as buffer:
             assert buffer == wanted
+
+
+def test_a_buffers_event_is_recorded_on_the_tables_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the current device's stream, when that is another one, it would be done at once, and the buffer written again too early."""
+    late, entered = LateTable(monkeypatch), []
+
+    class Device:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __enter__(self) -> None:
+            entered.append(self.number)
+
+        def __exit__(self, *error: object) -> None:
+            assert len(late.device.work) == 3, "copy, kernel and event"
+            entered.append(None)
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    late.table.fill([[5]])
+    assert entered == [late.table.tensor.get_device(), None]

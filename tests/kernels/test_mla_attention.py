@@ -50,6 +50,17 @@ def test_a_window_over_latent_pages():
     assert relative_error(out, batch.expected(0, query, range(30, 40), scale=0.3)) < 1e-5
 
 
+def test_a_row_that_is_key_and_value_has_one_scale():
+    """A forgotten value_scale would give a result of the wrong size, and no error."""
+    batch = AttentionBatch([9], heads=1, group=3, key_dim=24, value_dim=16, latent=True, dtype=torch.int8, scales=(0.02, 0.02))
+    query = batch.queries(1)
+    where = {"layer": LAYER, "num_layers": LAYERS, "scale": 0.3, "key_scale": 0.02}
+    with pytest.raises(RequestError, match=r"key_scale=0.02 and value_scale=1.0: one row is key and value"):
+        mla_decode(query[..., :16], query[..., 16:], batch.pages, batch.table, torch.tensor([9]), **where)
+    out = mla_decode(query[..., :16], query[..., 16:], batch.pages, batch.table, torch.tensor([9]), value_scale=0.02, **where)
+    assert relative_error(out, batch.expected(0, query, [8], scale=0.3)) < 1e-5
+
+
 @pytest.mark.parametrize(("latent", "rope", "pages", "scale", "message"), [
     ((1, 3, 16), (1, 3, 8), (8, 1, 4, 24), None, "scale=None: pass the model's factor"),
     ((1, 3, 16), (1, 2, 8), (8, 1, 4, 24), 1.0, r"query_rope has shape \(1, 2, 8\)"),

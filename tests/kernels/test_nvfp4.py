@@ -148,6 +148,12 @@ def test_nothing_to_scale_by_gives_zeros(scale, numbers):
     assert not dequantise_nvfp4(codes, scales, scale).any()
 
 
+def test_no_rows_are_no_rows():
+    codes, scales = quantise_nvfp4(torch.zeros(0, 3, 32), 1.0)
+    assert (codes.shape, scales.shape) == ((0, 3, 16), (0, 3, 2))
+    assert dequantise_nvfp4(codes, scales, 1.0).shape == (0, 3, 32)
+
+
 def test_what_is_too_large_saturates():
     codes, scales = quantise_nvfp4(torch.tensor([[1e9, -1e9, float("inf"), *[3.0] * 13]]), 1.0)
     assert scales.tolist() == [[126]]
@@ -161,6 +167,9 @@ def test_what_is_too_large_saturates():
     (lambda: quantise_nvfp4(torch.zeros(2, 16, dtype=torch.int32), 1.0), "numbers has dtype int32"),
     (lambda: quantise_nvfp4(torch.zeros(2, 16), -1.0), "global_scale=-1.0: pass a finite number, 0 or more"),
     (lambda: quantise_nvfp4(torch.zeros(2, 16), math.nan), "global_scale=nan"),
+    (lambda: quantise_nvfp4(torch.zeros(2, 16), 1e39), "global_scale=1e+39"),
+    (lambda: dequantise_nvfp4(torch.zeros(2, 8, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.uint8), 1.0, torch.int32),
+     "dtype=torch.int32: pass a floating-point dtype"),
     (lambda: dequantise_nvfp4(torch.zeros(2, 8), torch.zeros(2, 1), 1.0), "codes has dtype float32: pass uint8"),
     (lambda: dequantise_nvfp4(torch.zeros(2, 16, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.uint8), 1.0),
      "scales has shape (2, 1)"),

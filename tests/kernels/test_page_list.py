@@ -36,6 +36,13 @@ def test_attention_reads_what_a_list_names():
     assert relative_error(out, attention_decode(query, batch.pages, batch.table, found, **batch.how)) < 1e-6
 
 
+@pytest.mark.parametrize("change", [{"num_blocks": 2**30, "num_layers": 2, "kv_factor": 1}, {"num_layers": 0}, {"kv_factor": 3}])
+def test_pages_that_an_entry_cannot_count_are_refused(change):
+    """Block 2**30 - 1 of two layers would be a negative number, and another one somebody else's page."""
+    with pytest.raises(RequestError, match="allowed are at least one layer, a factor of 1 or 2, and 2147483647 pages"):
+        table_of_page_list(**LIST, **(POOL | change))
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"indptr": torch.tensor([1, 3, 3, 4])}, r"indptr begins with \[1\]"),
     ({"indptr": torch.tensor([0, 3, 2, 4])}, r"indptr\[2\]=2 \(sequence 1\) is less than indptr\[1\]=3: pointers never fall"),

@@ -68,3 +68,15 @@ def test_a_gpu_gets_the_kernel_and_a_cpu_does_not() -> None:
     assert kernel_paths("cpu").rows.__module__ == "kvtier.kernels.row_moves"
     pytest.importorskip("triton", reason="Triton exists on Linux only")
     assert kernel_paths("cuda").rows.__module__ == "kvtier.kernels.triton_row_moves"
+
+
+def test_a_debugged_gpu_does_not_let_the_host_follow_its_addresses(reference_kernels: None) -> None:
+    pytest.importorskip("triton", reason="Triton exists on Linux only")
+    assert kernel_paths("cuda").rows.__module__ == "kvtier.kernels.triton_row_moves"
+    assert kernel_paths("cpu").rows.__module__ == "kvtier.kernels.row_moves"
+
+
+def test_pairs_without_an_axis_are_refused() -> None:
+    rows = RowPlaces.of(torch.zeros(1, 1, 1, dtype=torch.uint8))
+    with pytest.raises(RequestError, match=r"pairs has shape \(\)"):
+        move_rows(rows, rows, torch.tensor(0), 1, 1)
