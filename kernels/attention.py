@@ -19,7 +19,7 @@ import torch
 from kvtier.errors import RequestError
 from kvtier.kernels.attention_checks import check_keys, check_lengths, check_source_rows
 from kvtier.kernels.attention_context import ContextKeywords, PagedContext
-from kvtier.kernels.attention_plan import DecodePlan, PrefillPlan
+from kvtier.kernels.attention_plan import DecodePlan, PrefillPlan, is_same_device
 from kvtier.kernels.checks import INDEX_TYPES, check_dtype, check_same_device, check_shape, check_table, checks_values
 from kvtier.kernels.dispatch import kernel_paths
 
@@ -89,7 +89,7 @@ def attention_prefill_batch(query: torch.Tensor, pages: torch.Tensor, table: tor
     if plan.is_causal != context.visibility.is_causal:
         raise RequestError(f"{kernel}: a plan with is_causal={plan.is_causal} and visibility.is_causal={context.visibility.is_causal}: "
                            "pass the same to both")
-    if plan.device.type != query.device.type:
+    if not is_same_device(plan.device, query.device):
         raise RequestError(f"{kernel}: the plan is on {plan.device}, the query on {query.device}")
     for chunk in plan.chunks:
         if context.visibility.num_places(chunk.length, context.tokens_per_block) > context.capacity:

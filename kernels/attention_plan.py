@@ -77,7 +77,7 @@ class PrefillPlan:
             if begin < end:
                 self.chunks.append(Chunk(sequence, begin, end, before, before + end - begin if is_causal else before))
         self.num_queries, self.num_sequences, self.is_causal = query_indptr[-1], len(past), is_causal
-        self.device = torch.device(device)
+        self.device = _numbered(torch.device(device))
         self._tiles: dict[tuple[int, int], torch.Tensor] = {}
         self._sequences: torch.Tensor | None = None
         self._chunk_lengths: torch.Tensor | None = None
@@ -149,7 +149,7 @@ class DecodePlan:
             if size < 1:
                 raise RequestError(f"DecodePlan: {name}={size}: must be at least 1")
         self.max_sequences, self.max_tokens, self.query_heads, self.value_dim = max_sequences, max_tokens, query_heads, value_dim
-        self.device = torch.device(device)
+        self.device = _numbered(torch.device(device))
         wanted = _programs_of(self.device) if num_programs is None else num_programs
         splits = max(1, -(-wanted // (max_sequences * kv_heads)))
         tokens = -(-max_tokens // splits)
@@ -187,9 +187,19 @@ class DecodePlan:
         if context.capacity > -(-self.max_tokens // context.tokens_per_block) * context.tokens_per_block:
             raise RequestError(f"{kernel}: the table holds {context.capacity} tokens of a sequence: the plan was made for "
                                f"{self.max_tokens}; raise max_tokens")
-        if self.device.type != query.device.type:
+        if not is_same_device(self.device, query.device):
             raise RequestError(f"{kernel}: the plan is on {self.device}, the query on {query.device}")
 
 
 def _programs_of(device: torch.device) -> int:
     return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def is_same_device(one: torch.device, other: torch.device) -> bool:
+    """Whether what lies on one can be read on the other: of GPUs the number counts too."""
+    return one.type == other.type and (one.type != "cuda" or one.index == other.index)
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """A GPU without a number is the current one now, and not whichever is current when the buffers are made."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device

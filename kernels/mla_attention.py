@@ -14,7 +14,7 @@ from kvtier.errors import RequestError
 from kvtier.kernels.attention import attention_decode, attention_prefill
 from kvtier.kernels.attention_context import ContextKeywords
 from kvtier.kernels.attention_plan import DecodePlan
-from kvtier.kernels.checks import check_dtype, check_shape
+from kvtier.kernels.checks import check_dtype, check_same_device, check_shape
 
 
 def mla_decode(query_latent: torch.Tensor, query_rope: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, *,
@@ -54,6 +54,7 @@ def _joined(kernel: str, query_latent: torch.Tensor, query_rope: torch.Tensor, p
     check_shape(kernel, "query_latent", query_latent, (None, None, None), "tokens, heads, latent_dim")
     check_shape(kernel, "query_rope", query_rope, (*query_latent.shape[:2], None), "tokens, heads, rope_dim")
     check_dtype(kernel, "query_rope", query_rope, (query_latent.dtype,))
+    check_same_device(kernel, pages, query_latent=query_latent, query_rope=query_rope)
     check_shape(kernel, "pages", pages, (None, 1, None, None), "pages, 1 head, tokens_per_block, latent_dim + rope_dim")
     if not query_latent.shape[2]:
         raise RequestError(f"{kernel}: query_latent has shape {tuple(query_latent.shape)}: the latent part is empty")

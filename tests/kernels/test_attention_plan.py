@@ -10,6 +10,7 @@ from attention_batch import AttentionBatch
 
 from kvtier.errors import RequestError
 from kvtier.kernels import DecodePlan, PrefillPlan, attention_decode, attention_prefill_batch
+from kvtier.kernels.attention_plan import is_same_device
 from kvtier.kernels.split_kv import join_parts
 
 SIZES = {"max_sequences": 4, "max_tokens": 100_000, "query_heads": 8, "kv_heads": 2, "value_dim": 64}
@@ -153,3 +154,11 @@ def test_the_reference_names_what_the_kernels_would_trust(reference_kernels):
     batch.table[1, 1, 0] = 10**6
     with pytest.raises(RequestError, match="outside the pool"):
         attention_prefill_batch(batch.queries(1), batch.pages, batch.table, PrefillPlan([0, 0, 1], [0, 8]), check_values=False, **batch.how)
+
+
+def test_a_plan_for_one_gpu_does_not_serve_another(monkeypatch):
+    assert is_same_device(torch.device("cuda:1"), torch.device("cuda:1"))
+    assert not is_same_device(torch.device("cuda:0"), torch.device("cuda:1"))
+    assert is_same_device(torch.device("cpu:0"), torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert PrefillPlan([0], [], device="cuda").device == torch.device("cuda:3")

@@ -72,3 +72,9 @@ def test_parts_that_make_no_row_are_refused(latent, rope, pages, scale, message)
     table = torch.zeros(1, 2, 2, dtype=torch.int32)
     with pytest.raises(RequestError, match=message):
         mla_decode(torch.zeros(latent), torch.zeros(rope), torch.zeros(pages), table, torch.tensor([3]), layer=0, scale=scale)
+
+
+def test_parts_on_two_devices_are_refused():
+    with pytest.raises(RequestError, match="query_rope is on meta, the pages are on cpu"):
+        mla_decode(torch.zeros(1, 3, 16), torch.zeros(1, 3, 8, device="meta"), torch.zeros(8, 1, 4, 24),
+                   torch.zeros(1, 2, 1, dtype=torch.int32), torch.tensor([1]), layer=0, scale=1.0)
