@@ -151,7 +151,8 @@ class OffsetTable:
             with torch.cuda.device(self._tensor.get_device()), self._ring.buffer() as buffer:
                 size = len(indptr) + len(slots)
                 host = buffer.numpy()
-                host[:len(indptr)], host[len(indptr):size] = indptr, slots
+                host[:len(indptr)] = indptr
+                host[len(indptr):size] = np.maximum(slots, NULL_ENTRY)   # 32 bits of a lower number could be a slot
                 self._staged[:size].copy_(buffer[:size], non_blocking=True)
                 self._submit(table, self._staged[:len(indptr)], self._staged[len(indptr):size])
         self._filled_rows, self._filled_blocks = num_rows, longest
@@ -169,10 +170,14 @@ def _join(rows: Sequence[Row], total: int) -> npt.NDArray[np.int64]:
         arrays: list[npt.NDArray[Any]] = [np.asarray(row) for row in rows]
         if all(array.dtype.kind == "i" for array in arrays):  # no number is touched one by one
             return np.concatenate(arrays).astype(np.int64)
+        if any(array.dtype.kind == "f" and array.size for array in arrays):
+            raise RequestError("OffsetTable: a row of floating-point numbers: pass whole numbers; a part of a slot is another slot")
     try:
         return np.fromiter(chain.from_iterable(rows), np.int64, total)
     except TypeError:
         return np.fromiter((-1 if slot is None else slot for slot in chain.from_iterable(rows)), np.int64, total)
+    except (ValueError, OverflowError) as error:
+        raise RequestError(f"OffsetTable: a row has something that is no slot: {error}; pass whole numbers of 64 bits, or None") from error
 
 
 def _place(position: int, lengths: npt.NDArray[np.int64]) -> tuple[int, int]:

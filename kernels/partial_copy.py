@@ -57,7 +57,7 @@ def copy_partial_blocks(destination: torch.Tensor, source: torch.Tensor, pairs: 
     tokens_per_block = destination.shape[4]
     tokens = num_tokens if 0 < num_tokens < tokens_per_block else tokens_per_block
     if pairs:
-        kernel_paths(destination.device.type).partial_copy(destination, source, pairs, tokens)
+        kernel_paths(destination.device.type).partial_copy(destination.detach(), source.detach(), pairs, tokens)
 
 
 def partial_copy_torch(destination: torch.Tensor, source: torch.Tensor, pairs: Sequence[tuple[int, int]], tokens: int) -> None:

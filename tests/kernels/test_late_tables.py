@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
-from kvtier.errors import TransferError
+from kvtier.errors import RequestError, TransferError
 from kvtier.kernels import OffsetTable, offsets
 from kvtier.kernels.block_offsets import fill_offsets_host
 from kvtier.kernels.staging_ring import StagingRing
@@ -169,3 +170,20 @@ def test_a_buffers_event_is_recorded_on_the_tables_device(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "device", Device)
     late.table.fill([[5]])
     assert entered == [late.table.tensor.get_device(), None]
+
+
+def test_a_very_negative_slot_is_null_on_a_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Staged in 32 bits it would be slot 5, somebody else's block."""
+    late = LateTable(monkeypatch)
+    late.step([[7, 5 - 2**32]])
+    late.device.synchronize()
+    assert late.seen == [padded([[7, -1]])]
+
+
+@pytest.mark.parametrize("row", [np.array([1.5]), [float("nan")], [2**70]])
+def test_what_is_no_slot_is_refused(row: list[int]) -> None:
+    table = OffsetTable(max_rows=1, max_blocks=2, num_layers=1, kv_factor=1, num_blocks=4)
+    table.fill([[3]])
+    with pytest.raises(RequestError, match="pass whole numbers"):
+        table.fill([row])
+    assert table.tensor.tolist() == [[[3, -1]] * 2]
