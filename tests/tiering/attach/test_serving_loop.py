@@ -291,6 +291,35 @@ def test_what_is_computed_for_a_sequence_that_loses_blocks_in_a_step_is_forgotte
     assert not loop.cache.lose
 
 
+class Breaks(Watched):
+    """A model that fails once, behind a prompt of the same step."""
+
+    has_failed = False
+
+    def prefill(self, tokens, past, table_row):
+        if self.chunks and not self.has_failed:
+            self.has_failed = True
+            raise ZeroDivisionError("the model broke")
+        return super().prefill(tokens, past, table_row)
+
+
+def test_after_an_error_of_the_model_the_step_can_be_tried_again(serve, generated, prompts):
+    loop = serve(watch=Breaks, chunk_size=64, token_budget=256)
+    answers = [loop.submit(request) for request in requests(prompts)]
+    with pytest.raises(ZeroDivisionError):
+        loop.step()
+    for _ in range(40):
+        loop.step()
+    assert [answer.tokens for answer in answers] == [generated(prompt, 6) for prompt in prompts]
+
+
+def test_when_one_request_of_a_run_is_refused_none_of_them_stays_queued(serve, prompts):
+    loop = serve()
+    with pytest.raises(RequestError, match="max_new_tokens=0"):
+        loop.run([Request(0, prompts[0], max_new_tokens=2), Request(1, prompts[1], max_new_tokens=0)])
+    assert loop.num_requests == 0
+
+
 def test_closing_drops_what_is_in_flight(serve, prompts):
     loop = serve()
     for request in requests(prompts):
