@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -175,7 +176,8 @@ def config_text(found: Tuned, options: TuneOptions) -> str:
     lines += [f"# {secondary.reason}", f'secondary: "{_gib(found, secondary.blocks)}"', f"# {nvme.reason}",
               f'nvme: "{_gib(found, nvme.blocks)}"']
     if nvme.blocks:
-        lines.append(f'nvme_directory: "{options.nvme_directory or Path("/mnt/nvme/kvtier")}"')
+        directory = (options.nvme_directory or Path("/mnt/nvme/kvtier")).absolute()  # the engine may start elsewhere
+        lines.append(f"nvme_directory: {json.dumps(str(directory), ensure_ascii=False)}")  # which YAML reads, whatever is in the name
     lines += ["policy: default", "keep_backing: true", "secondary_offload_min_priority: 35", "nvme_offload_min_priority: 35"]
     if found.wear.days is not None and found.wear.days < LEAST_DAYS:
         lines += [f"# The drive would wear out in less than {LEAST_DAYS // 365} years: only prompts that were asked for before go there.",

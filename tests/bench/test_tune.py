@@ -124,10 +124,12 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_command_says_what_each_size_buys_and_writes_figures_and_a_configuration(tmp_path: Path) -> None:
+def test_the_command_says_what_each_size_buys_and_writes_figures_and_a_configuration(tmp_path: Path,
+                                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     console = Console(record=True, width=300)
     json_file, config_file = tmp_path / "out.json", tmp_path / "tier.yaml"
-    assert run_tune(options(tmp_path, json_file=json_file, config_file=config_file, nvme_directory=tmp_path), console) == 0
+    assert run_tune(options(tmp_path, json_file=json_file, config_file=config_file, nvme_directory=Path('a "folder"')), console) == 0
     said = console.export_text()
     assert "of input tokens reused" in said
     assert "saves" in said
@@ -141,7 +143,7 @@ def test_the_command_says_what_each_size_buys_and_writes_figures_and_a_configura
     config = TierConfig.from_file(config_file)
     assert config.secondary == f"{int(rows['tune/secondary'])} B"
     assert config.policy == "default"
-    assert config.nvme_directory == tmp_path
+    assert config.nvme_directory == tmp_path / 'a "folder"', "wherever the engine is started"
 
 
 def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:

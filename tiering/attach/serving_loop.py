@@ -323,7 +323,14 @@ class ServingLoop:
             if sequence.generator is None:
                 sequence.take(token, gap, now)
             else:
-                sequence.take(draw(logits, sequence.sampling, sequence.generator), None, now)
+                try:
+                    token = draw(logits, sequence.sampling, sequence.generator)
+                except RuntimeError as error:  # logits that are no numbers end this request, not those of its batch
+                    self._remove(sequence, store=False)
+                    self._end(sequence, RequestError(f"request {sequence.id}: no token can be drawn from the model's logits ({error}); "
+                                                     "look at the model's dtype and weights"))
+                    continue
+                sequence.take(token, None, now)
             is_last = len(sequence.answer.tokens) >= sequence.max_new_tokens or sequence.tokens[-1] in self.stop_tokens
             (complete if is_last else going_on).append(sequence)
         for sequence, logits in sampled:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.errors import CapacityError, ConfigError, RequestError
+from kvtier.tiering.attach.sampling import Sampling
 from kvtier.tiering.attach.serving_loop import ServingLoop
 from kvtier.tiering.attach.transformers import AttachedModel
 from kvtier.tiering.ledger.request import Request
@@ -311,6 +312,25 @@ def test_after_an_error_of_the_model_the_step_can_be_tried_again(serve, generate
     for _ in range(40):
         loop.step()
     assert [answer.tokens for answer in answers] == [generated(prompt, 6) for prompt in prompts]
+
+
+class NotANumber(Watched):
+    """Logits that are no numbers, of the first prompt only."""
+
+    def prefill(self, tokens, past, table_row):
+        logits = super().prefill(tokens, past, table_row)
+        return logits * float("nan") if len(self.chunks) == 1 else logits
+
+
+def test_logits_that_are_no_numbers_end_their_own_request_only(serve, generated, prompts):
+    loop = serve(watch=NotANumber, chunk_size=64, token_budget=256)
+    bad = loop.submit(Request(0, prompts[0], max_new_tokens=4), Sampling(temperature=1.0, seed=1))
+    good = loop.submit(Request(1, prompts[1], max_new_tokens=4))
+    for _ in range(10):
+        loop.step()
+    assert isinstance(bad.error, RequestError)
+    assert "no token can be drawn" in str(bad.error)
+    assert good.tokens == generated(prompts[1], 4)
 
 
 def test_when_one_request_of_a_run_is_refused_none_of_them_stays_queued(serve, prompts):
