@@ -280,18 +280,29 @@ class ServingLoop:
     def _resume_paused(self) -> frozenset[int]:
         """Let those go on that wait for the blocks of their next prompt chunk. Returns who still waits.
 
-        When all wait, nobody will free any blocks: the newest one makes room.
+        When all wait, nobody will free any blocks: the newest one makes room. One that runs alone waits for leases and file operations, for
+        ``room_timeout`` at most.
         """
         if self.cache.config.chunk_size is None:
             return frozenset()
         paused = [sequence for sequence in self._active.values() if not sequence.loading and self.cache.is_paused(sequence.id)]
         if not paused:
+            self._blocked_since = None if self._active else self._blocked_since
             return frozenset()
         with self.cache.step(self.engine_stream, ids=[sequence.id for sequence in paused]):
             pass  # a step that names them tries again
         paused = [sequence for sequence in paused if self.cache.is_paused(sequence.id)]
-        if len(paused) == len(self._active) > 1:
+        if len(paused) < len(self._active) or not paused:
+            self._blocked_since = None
+        elif len(paused) > 1:
             self._preempt(paused[-1])
+        elif self._has_waited_enough():
+            self._remove(paused[0], store=True)
+            self._end(paused[0], CapacityError(f"request {paused[0].id}: no primary blocks for its next prompt chunk came free within "
+                                               f"{self.room_timeout} s, though nothing else runs; end leases that hold blocks, or enlarge "
+                                               "primary"))
+        else:
+            time.sleep(_NAP_SECONDS)
         return frozenset(sequence.id for sequence in paused)
 
     # -- one step of those that run --------------------------------------------------------------------------------------

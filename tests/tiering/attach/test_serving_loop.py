@@ -207,6 +207,18 @@ def test_room_that_never_comes_ends_the_request_after_the_timeout(serve, prompts
     loop.cache.free += held
 
 
+def test_a_request_alone_whose_next_chunk_never_finds_blocks_ends_after_the_timeout(serve, prompts):
+    times = iter(range(1000))
+    loop = serve(room_timeout=5.0, clock=lambda: float(next(times)))
+    loop.cache.config.chunk_size = 16
+    loop.cache.is_paused = lambda request_id: True
+    answer = loop.submit(Request(0, prompts[0], max_new_tokens=2))
+    for _ in range(12):
+        loop.step()
+    assert isinstance(answer.error, CapacityError)
+    assert "next prompt chunk" in str(answer.error)
+
+
 def test_others_are_served_while_a_request_waits_for_its_blocks(serve, generated, prompts):
     loop = serve()
     loop.cache.never_ready.add(0)
