@@ -67,6 +67,8 @@ class CheckOptions:
             raise ConfigError("--save and --resume: save before the restart, resume after it; one of them at a time")
         if self.save is not None:
             check_writable(self.save)
+        if self.resume is not None:
+            _read_saved(self.resume)
 
 
 @dataclass(frozen=True)
@@ -316,14 +318,19 @@ def _difference(one: Answer, two: Answer) -> float:
 
 
 def _load(file: Path, model: str) -> Cold:
+    cold, saved = _read_saved(file)
+    if saved != model:
+        raise ConfigError(f"--resume {file}: of the model {saved}, and this engine serves {model}; check the same model")
+    return cold
+
+
+def _read_saved(file: Path) -> tuple[Cold, str]:
+    """What ``--save`` wrote: the cold answer, and whose it is. ConfigError for another file."""
     try:
         given = json.loads(file.read_bytes())
         cold = Cold(given["prompt"], str(given["salt"]), Answer.from_json(given["answer"]))
-        saved = str(given["model"])
+        return cold, str(given["model"])
     except OSError as error:
         raise ConfigError(f"--resume {file}: cannot be read ({error.strerror}); write it before the restart, with --save") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--resume {file}: not what --save writes ({error!r}); write it anew before a restart") from error
-    if saved != model:
-        raise ConfigError(f"--resume {file}: of the model {saved}, and this engine serves {model}; check the same model")
-    return cold

@@ -133,7 +133,11 @@ def server_url(text: str) -> str:
     Raises:
         ConfigError: no such address.
     """
-    url = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
+    try:
+        url = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
+        url.port  # noqa: B018 - ValueError for a port that is none
+    except ValueError as error:
+        raise ConfigError(f"--url {text!r}: no address of a server ({error}); write for example http://127.0.0.1:8000") from error
     if url.scheme not in ("http", "https") or not url.hostname or any(letter.isspace() for letter in text):
         raise ConfigError(f"--url {text!r}: no address of a server; write for example http://127.0.0.1:8000")
     return f"{url.scheme}://{url.netloc}{url.path.rstrip('/').removesuffix('/v1')}"

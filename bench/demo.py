@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from kvtier.bench.demo_conversation import ChatFormat, stop_tokens
-from kvtier.bench.demo_model import load_demo_model
+from kvtier.bench.demo_model import check_device, load_demo_model
 from kvtier.bench.demo_plan import (
     DEFAULT_TURNS,
     DEFAULT_USERS,
@@ -36,7 +36,6 @@ from kvtier.bench.demo_run import Run, converse, repeat
 from kvtier.bench.removal import remove_folder
 from kvtier.bench.report import check_writable, write_json
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.io.device import open_device
 from kvtier.pools.host_memory import usable_cpus
 
 SAME: Final = 0
@@ -69,7 +68,7 @@ def run_demo(device: str = "cpu", model: Path | None = None, config: Path | None
     check_size(users, turns)
     if json_file is not None:
         check_writable(json_file)
-    _check_device(device)
+    check_device(device)
     console = console or Console()
     threads = threads or usable_cpus()
     with _torch_threads(threads), _scratch() as scratch:
@@ -113,14 +112,6 @@ def _next_command(kept: Path | None, run: Run) -> tuple[str, str]:
     if counters is None or not counters.hit_tokens.nvme:
         return f"kvtier demo --keep-nvme {shlex.quote(str(kept))}", "once more: it starts warm from NVMe then"
     return f"kvtier bench nvme --directory {shlex.quote(str(kept.parent))}", "how fast the drive is, and kvtier on it"
-
-
-def _check_device(device: str) -> None:
-    """Raise ConfigError unless both kvtier and torch can use this device."""
-    open_device(device)
-    if device != "cpu" and not torch.cuda.is_available():
-        raise ConfigError(f"device={device!r}: this torch ({torch.__version__}) cannot use CUDA; install a CUDA build of "
-                          "torch, or use device='cpu'")
 
 
 @contextmanager

@@ -26,6 +26,7 @@ import torch
 
 from kvtier.bench import INSTALL_MODEL
 from kvtier.errors import ConfigError
+from kvtier.io.device import open_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,6 +52,14 @@ class DemoModel:
     tokenizer: PreTrainedTokenizerBase
     identity: str
     origin: str
+
+
+def check_device(device: str) -> None:
+    """Raise ConfigError unless both kvtier and torch can use this device."""
+    open_device(device)
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r}: this torch ({torch.__version__}) cannot use CUDA; install a CUDA build of "
+                          "torch, or use device='cpu'")
 
 
 def load_demo_model(path: str | Path | None = None, *, device: str = "cpu", dtype: torch.dtype = torch.float32,

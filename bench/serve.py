@@ -21,7 +21,7 @@ from kvtier.bench.plot import check_plot
 from kvtier.bench.report import Limit, Report, ResultRow, check_writable, noise_row
 from kvtier.bench.serve_engine import BLOCK, EngineMaker, HitTokens, ServedEngine, ServeError, Sizes
 from kvtier.bench.serve_plot import plot_serve
-from kvtier.bench.serve_workload import Played, Shape, Workload, distinct_tokens, returning_users, strangers, trace_arrivals
+from kvtier.bench.serve_workload import LOWEST_TOKEN, Played, Shape, Workload, distinct_tokens, returning_users, strangers, trace_arrivals
 from kvtier.errors import ConfigError
 from kvtier.io.store_directory import expand
 
@@ -78,6 +78,8 @@ class ServePlan:
         if self.trace is None and shape.longest > max_tokens:
             raise ConfigError(f"the conversations are {shape.longest} tokens long and the model takes {max_tokens}; use --quick, or "
                               "another model")
+        if self.trace is not None:  # its first request tells whether it can be read
+            trace_arrivals(self.trace, self.block, LOWEST_TOKEN + 1, max_tokens, 1, self.speed)
 
     def workload(self, kind: str, at_once: int, rng: random.Random, maker: EngineMaker) -> Workload:
         if self.trace is not None:

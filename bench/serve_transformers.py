@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvtier.bench import openmp_waiting  # noqa: F401 # isort: skip - before torch is loaded
 
-from kvtier.bench.demo_model import DemoModel, load_demo_model
+from kvtier.bench.demo_model import DemoModel, check_device, load_demo_model
 from kvtier.bench.demo_plan import CHUNK_SIZE
 from kvtier.bench.serve_engine import BLOCK, HitTokens, ServeError, Sizes
 from kvtier.bench.serve_workload import Asked, Played, Served
@@ -27,10 +27,11 @@ class TransformersMaker:
     """See ``EngineMaker``.
 
     Raises:
-        ConfigError: no such model, or no transformers here.
+        ConfigError: no such model or device, or no transformers here.
     """
 
     def __init__(self, model: str | None, device: str) -> None:
+        check_device(device)
         self._folder = model
         self._device = device
         self._loaded: dict[bool, DemoModel] = {}  # one for each of two engines: a model is attached to one pool at a time

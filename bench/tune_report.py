@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -74,7 +75,7 @@ def run_tune(options: TuneOptions, console: Console | None = None) -> int:
     """Find sizes, print them, write what was asked for. Returns the exit code."""
     _check(options)
     token_bytes = find_model(options.model).token_bytes(options.dtype)
-    endurance = None if options.endurance is None else _bytes(options.endurance, "endurance")
+    endurance = None if options.endurance is None else _bytes(options.endurance, "endurance", least=1)
     parse_size(options.primary, "primary")
     host_limit = _limit(options.host_limit, "host_limit", host_memory().available_bytes * HOST_SHARE)
     nvme_limit = _limit(options.nvme_limit, "nvme_limit", free_disk_bytes(options.nvme_directory or Path.cwd()) * DISK_SHARE)
@@ -105,6 +106,8 @@ def _check(options: TuneOptions) -> None:
         raise ConfigError(f"--config {options.config_file}: name a .yaml file")
     if not 0.0 < options.prefill_rate < 1e12:
         raise ConfigError(f"prefill_rate={options.prefill_rate}: tokens per second that the engine computes, more than 0")
+    if options.nvme_directory is not None and options.nvme_directory.exists() and not options.nvme_directory.is_dir():
+        raise ConfigError(f"--nvme-directory {options.nvme_directory}: not a folder; name a folder, which need not exist yet")
     if options.sample is not None and not 0.0 < options.sample <= 1.0:
         raise ConfigError(f"sample={options.sample}: a share of the blocks, more than 0 and at most 1")
 
@@ -122,10 +125,12 @@ def measured_speeds(directory: Path | None) -> Speeds:
         return speeds_from(files)
 
 
-def _bytes(text: str, name: str) -> int:
+def _bytes(text: str, name: str, least: int = 0) -> int:
     size = parse_size(text, name)
     if size.kind is not SizeKind.BYTES:
         raise ConfigError(f'{name}={text!r}: must be a size in bytes, for example "600TB"')
+    if size.amount < least:
+        raise ConfigError(f"{name}={text!r}: must be at least {least} byte")
     return int(size.amount)
 
 
@@ -171,7 +176,8 @@ def config_text(found: Tuned, options: TuneOptions) -> str:
     lines += [f"# {secondary.reason}", f'secondary: "{_gib(found, secondary.blocks)}"', f"# {nvme.reason}",
               f'nvme: "{_gib(found, nvme.blocks)}"']
     if nvme.blocks:
-        lines.append(f'nvme_directory: "{options.nvme_directory or Path("/mnt/nvme/kvtier")}"')
+        directory = (options.nvme_directory or Path("/mnt/nvme/kvtier")).absolute()  # the engine may start elsewhere
+        lines.append(f"nvme_directory: {json.dumps(str(directory), ensure_ascii=False)}")  # which YAML reads, whatever is in the name
     lines += ["policy: default", "keep_backing: true", "secondary_offload_min_priority: 35", "nvme_offload_min_priority: 35"]
     if found.wear.days is not None and found.wear.days < LEAST_DAYS:
         lines += [f"# The drive would wear out in less than {LEAST_DAYS // 365} years: only prompts that were asked for before go there.",

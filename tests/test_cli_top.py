@@ -6,6 +6,7 @@ import http.server
 import inspect
 import io
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -167,7 +168,7 @@ def test_a_host_and_a_port_are_enough(text: str, expected: str) -> None:
     assert full_url(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "http://", "ftp://engine/metrics", "file:///etc/passwd", "two words"])
+@pytest.mark.parametrize("text", ["", "http://", "ftp://engine/metrics", "file:///etc/passwd", "two words", "engine:abc", "engine:99999", "http://[::1"])
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="no address of metrics; write for example"):
         full_url(text)
@@ -180,6 +181,20 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 def test_an_endpoint_of_something_else_is_told_apart(page: Callable[[bytes, int], str], text: bytes, status: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         fetch(page(text, status))
+
+
+def test_a_server_of_another_kind_is_no_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def greet() -> None:
+            client, _ = server.accept()
+            with client:
+                client.recv(1000)
+                client.sendall(b"SSH-2.0-none\r\n")
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(ConfigError, match=r"no answer .*SSH"):
+            fetch(f"http://127.0.0.1:{server.getsockname()[1]}/metrics")
+        thread.join(10)
 
 
 def test_nobody_there_is_one_line_and_exit_code_2() -> None:

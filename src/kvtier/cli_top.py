@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -59,7 +61,12 @@ def full_url(text: str) -> str:
     url = text if "://" in text else f"http://{text}"
     scheme, _, rest = url.partition("://")
     host, slash, path = rest.partition("/")
-    if scheme not in ("http", "https") or not host or any(letter.isspace() for letter in url):
+    try:
+        urllib.parse.urlsplit(url).port  # noqa: B018 - ValueError for a port that is none, or half a pair of brackets
+        is_good = scheme in ("http", "https") and bool(host) and not any(letter.isspace() for letter in url)
+    except ValueError:
+        is_good = False
+    if not is_good:
         raise ConfigError(f"{text!r}: no address of metrics; write for example http://127.0.0.1:9400/metrics")
     return url if slash and path else f"{scheme}://{host}/metrics"
 
@@ -74,8 +81,8 @@ def fetch(url: str, timeout: float = 5.0) -> Picture:
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=timeout) as answer:
             text = answer.read(_MOST_BYTES).decode("utf-8", "replace")
-    except (OSError, ValueError, urllib.error.URLError) as error:
-        reason = getattr(error, "reason", error)
+    except (OSError, ValueError, HTTPException) as error:  # URLError is an OSError; HTTPException: a line that is no HTTP, half an answer
+        reason = str(getattr(error, "reason", error)).strip() or repr(error)
         raise ConfigError(f"{url}: no answer ({reason}); is the engine running, and does it serve metrics there?") from None
     try:
         values = {(sample.name, frozenset(sample.labels.items())): sample.value

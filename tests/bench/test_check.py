@@ -244,7 +244,7 @@ def test_options_that_cannot_be_used_are_refused(options: dict[str, Any]) -> Non
 def test_addresses() -> None:
     for text in ("127.0.0.1:8000", "http://127.0.0.1:8000/", "http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/v1/"):
         assert server_url(text) == "http://127.0.0.1:8000"
-    for text in ("", "ftp://a", "http://", "a b"):
+    for text in ("", "ftp://a", "http://", "a b", "a:b", "a:99999", "http://[::1"):
         with pytest.raises(ConfigError):
             server_url(text)
 

@@ -142,10 +142,17 @@ def test_a_trace_keeps_its_arrivals_and_its_shared_blocks(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("plan", [replace(TINY, at_once=()), replace(TINY, rounds=0), replace(TINY, speed=0.0),
-                                  replace(TINY, shape=Shape(1, 1, 1, 1)), replace(TINY, shape=Shape(600, 1, 1, 2))])
+                                  replace(TINY, shape=Shape(1, 1, 1, 1)), replace(TINY, shape=Shape(600, 1, 1, 2)),
+                                  replace(TINY, trace=Path("/nonexistent.jsonl"))])
 def test_a_plan_that_cannot_be_served_is_refused(plan: ServePlan, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         run_serve(FakeMaker(), "fake", plan, tmp_path)
+
+
+def test_a_device_that_is_none_is_refused_before_a_model_is_loaded() -> None:
+    from kvtier.bench.serve_transformers import TransformersMaker
+    with pytest.raises(ConfigError, match="nodevice"):
+        TransformersMaker("/nonexistent", "nodevice")
 
 
 def test_percentiles_are_of_the_nearest_rank() -> None:

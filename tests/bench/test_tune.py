@@ -124,10 +124,12 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_command_says_what_each_size_buys_and_writes_figures_and_a_configuration(tmp_path: Path) -> None:
+def test_the_command_says_what_each_size_buys_and_writes_figures_and_a_configuration(tmp_path: Path,
+                                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     console = Console(record=True, width=300)
     json_file, config_file = tmp_path / "out.json", tmp_path / "tier.yaml"
-    assert run_tune(options(tmp_path, json_file=json_file, config_file=config_file, nvme_directory=tmp_path), console) == 0
+    assert run_tune(options(tmp_path, json_file=json_file, config_file=config_file, nvme_directory=Path('a "folder"')), console) == 0
     said = console.export_text()
     assert "of input tokens reused" in said
     assert "saves" in said
@@ -141,7 +143,7 @@ def test_the_command_says_what_each_size_buys_and_writes_figures_and_a_configura
     config = TierConfig.from_file(config_file)
     assert config.secondary == f"{int(rows['tune/secondary'])} B"
     assert config.policy == "default"
-    assert config.nvme_directory == tmp_path
+    assert config.nvme_directory == tmp_path / 'a "folder"', "wherever the engine is started"
 
 
 def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
@@ -160,7 +162,8 @@ def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("given", "said"), [
     ({"json_file": Path("/nonexistent/x.json")}, "cannot be written"), ({"html_file": Path("/nonexistent/x.html")}, "cannot be written"),
     ({"config_file": Path("tier.toml")}, r"name a \.yaml file"), ({"model": "gpt-oss-21b"}, "did you mean gpt-oss-20b"),
-    ({"endurance": "5%"}, "must be a size in bytes"), ({"prefill_rate": 0.0}, "prefill_rate=0.0"), ({"sample": 2.0}, "sample=2.0"),
+    ({"endurance": "5%"}, "must be a size in bytes"), ({"endurance": "0TB"}, "at least 1 byte"),
+    ({"nvme_directory": Path(__file__)}, "not a folder"), ({"prefill_rate": 0.0}, "prefill_rate=0.0"), ({"sample": 2.0}, "sample=2.0"),
     ({"primary": "lots"}, "primary='lots'"), ({"block": 16}, "--block 512"), ({"measured": [Path("/nonexistent.json")]}, "not the figures"),
 ])
 def test_bad_input_is_refused_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, object],

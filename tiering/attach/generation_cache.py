@@ -175,7 +175,8 @@ class GenerationCache(Cache):
         if end < len(self._prompt):
             return False  # the prompt was never computed to its end
         tier, request_id = self._tier, self._request.id
-        answer = (self._kept or [])[len(self._prompt):] if self._layers[0].num_rows == 1 else []
+        kept = (self._kept or [])[:tier.config.max_seq_len]  # an answer may be longer than the tier's sequences
+        answer = kept[len(self._prompt):] if self._layers[0].num_rows == 1 else []
         if answer:
             try:
                 tier.append_tokens(request_id, answer)

@@ -99,12 +99,14 @@ class ServingLoop:
 
     def close(self) -> None:
         """Drop every request still in flight; the cache holds nothing for them afterwards. May be called again."""
-        for sequence in list(self._active.values()):
-            self._remove(sequence, store=False)
         self._waiting.clear()
-        if self._is_open:
-            self._is_open = False
-            release(self.cache)
+        try:
+            for sequence in list(self._active.values()):
+                self._remove(sequence, store=False)
+        finally:
+            if self._is_open:
+                self._is_open = False
+                release(self.cache)
 
     @property
     def num_requests(self) -> int:
@@ -143,8 +145,8 @@ class ServingLoop:
                                "pass what the encoder reads, and its length in the request")
         sequence = ServedSequence.of(request, self.clock(), sampling, self.stop_tokens)
         self._check_tokens(request.id, "tokens", sequence.tokens)
-        if encoder_tokens:
-            sequence.encoder_tokens = list(encoder_tokens)
+        if encoder_tokens is not None and num_encoder_tokens:  # a tensor has no truth value
+            sequence.encoder_tokens = [int(token) for token in encoder_tokens]
             self._check_tokens(request.id, "encoder_tokens", sequence.encoder_tokens)
         self._waiting.append(sequence)
         return sequence.answer
@@ -171,16 +173,29 @@ class ServingLoop:
         return waiting is not None
 
     def run(self, requests: Iterable[Request] = ()) -> dict[int, Answer]:
-        """Submit these requests, step until everything is answered, and return the answers by request id."""
-        for request in requests:
-            self.submit(request)
+        """Submit these requests, step until everything is answered, and return the answers by request id.
+
+        RequestError as :meth:`submit`; none of these requests is queued then.
+        """
+        submitted: list[int] = []
+        try:
+            for request in requests:
+                self.submit(request)
+                submitted.append(request.id)
+        except RequestError:
+            for request_id in submitted:
+                self.cancel(request_id)
+            raise
         answers: dict[int, Answer] = {}
         while self.num_requests:
             answers.update((answer.request_id, answer) for answer in self.step())
         return answers
 
     def step(self) -> list[Answer]:
-        """One engine step. Returns the answers that are complete. Never waits longer than a moment for anything."""
+        """One engine step. Returns the answers that are complete. Never waits longer than a moment for anything.
+
+        An error of the model passes through. Nothing of its forward pass counts as computed, so another step computes it again.
+        """
         self._admit()
         self._confirm_loads()
         paused = self._resume_paused()
@@ -196,9 +211,11 @@ class ServingLoop:
     # -- starting --------------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
+        if not self._waiting:
+            return
         active = self._active.values()
         candidates = self.scheduler.admit(self._waiting, active, self.max_batch_size - len(active))
-        if not candidates and not active and self._waiting:
+        if not candidates and not active:
             self._refuse_if_hopeless(self._waiting[0])
         while candidates:
             try:
@@ -263,18 +280,29 @@ class ServingLoop:
     def _resume_paused(self) -> frozenset[int]:
         """Let those go on that wait for the blocks of their next prompt chunk. Returns who still waits.
 
-        When all wait, nobody will free any blocks: the newest one makes room.
+        When all wait, nobody will free any blocks: the newest one makes room. One that runs alone waits for leases and file operations, for
+        ``room_timeout`` at most.
         """
         if self.cache.config.chunk_size is None:
             return frozenset()
         paused = [sequence for sequence in self._active.values() if not sequence.loading and self.cache.is_paused(sequence.id)]
         if not paused:
+            self._blocked_since = None if self._active else self._blocked_since
             return frozenset()
         with self.cache.step(self.engine_stream, ids=[sequence.id for sequence in paused]):
             pass  # a step that names them tries again
         paused = [sequence for sequence in paused if self.cache.is_paused(sequence.id)]
-        if len(paused) == len(self._active) > 1:
+        if len(paused) < len(self._active) or not paused:
+            self._blocked_since = None
+        elif len(paused) > 1:
             self._preempt(paused[-1])
+        elif self._has_waited_enough():
+            self._remove(paused[0], store=True)
+            self._end(paused[0], CapacityError(f"request {paused[0].id}: no primary blocks for its next prompt chunk came free within "
+                                               f"{self.room_timeout} s, though nothing else runs; end leases that hold blocks, or enlarge "
+                                               "primary"))
+        else:
+            time.sleep(_NAP_SECONDS)
         return frozenset(sequence.id for sequence in paused)
 
     # -- one step of those that run --------------------------------------------------------------------------------------
@@ -306,7 +334,14 @@ class ServingLoop:
             if sequence.generator is None:
                 sequence.take(token, gap, now)
             else:
-                sequence.take(draw(logits, sequence.sampling, sequence.generator), None, now)
+                try:
+                    token = draw(logits, sequence.sampling, sequence.generator)
+                except RuntimeError as error:  # logits that are no numbers end this request, not those of its batch
+                    self._remove(sequence, store=False)
+                    self._end(sequence, RequestError(f"request {sequence.id}: no token can be drawn from the model's logits ({error}); "
+                                                     "look at the model's dtype and weights"))
+                    continue
+                sequence.take(token, None, now)
             is_last = len(sequence.answer.tokens) >= sequence.max_new_tokens or sequence.tokens[-1] in self.stop_tokens
             (complete if is_last else going_on).append(sequence)
         for sequence, logits in sampled:

@@ -39,7 +39,7 @@ def compute_step(cache: KVCacheManager, model: PagedModel, decoding: Sequence[Se
     ids = [*(sequence.id for sequence in decoding), *(sequence.id for sequence, _ in chunks)]
     if not ids:
         return outcome
-    done: list[ServedSequence] = []
+    done: list[tuple[ServedSequence, int]] = []  # booked behind the step: after an error of the model nothing was computed
     with cache.step(engine_stream, ids=ids, layer=0 if by_layer else None) as step:
         waits = _LayerWaits(step, clock)
         if by_layer:
@@ -64,14 +64,14 @@ def compute_step(cache: KVCacheManager, model: PagedModel, decoding: Sequence[Se
                 outcome.sampled.append((sequence, logits[None]))
             if (seconds := clock() - began - (waits.seconds - waited)) > 0.0:
                 cache.report_prefill(range(start, end), seconds)
-            sequence.computed = end
-            done.append(sequence)
-    lost = [sequence for sequence in (*decoding, *done) if sequence.id in step.lost]
+            done.append((sequence, end))
+    lost = [sequence for sequence in (*decoding, *(sequence for sequence, _ in done)) if sequence.id in step.lost]
     if lost:
         outcome.left_out += lost
         outcome.sampled = [(sequence, logits) for sequence, logits in outcome.sampled if sequence not in lost]
-        done = [sequence for sequence in done if sequence not in lost]
-    for sequence in done:
+        done = [(sequence, end) for sequence, end in done if sequence not in lost]
+    for sequence, end in done:
+        sequence.computed = end
         cache.mark_computed(sequence.id, sequence.computed)
         if sequence.computed == len(sequence.tokens) and not sequence.prompt_is_stored:
             sequence.prompt_is_stored = True

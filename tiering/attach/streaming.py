@@ -79,6 +79,7 @@ class AsyncServing:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._boxes: dict[int, _Mailbox] = {}  # the thread's own: those being answered
         self._stopping = False
+        self._door = threading.Lock()  # nothing is put into the inbox behind the thread's last look into it
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="kvtier-serving", daemon=True)
         self._has_started = False
@@ -133,10 +134,12 @@ class AsyncServing:
     # -- in the event loop -----------------------------------------------------------------------------------------------
 
     def _open(self, request: Request, sampling: Sampling, encoder_tokens: Sequence[int] | None) -> _Mailbox:
-        if self._stopping or not self._has_started:
-            raise RequestError(f"request {request.id}: this AsyncServing is not open; use it in `async with`, and ask inside of that block")
         box = _Mailbox(request, sampling, encoder_tokens)
-        self._inbox.put(lambda: self._submit(box))
+        with self._door:
+            if self._stopping or not self._has_started:
+                raise RequestError(f"request {request.id}: this AsyncServing is not open; use it in `async with`, and ask inside of that "
+                                   "block")
+            self._inbox.put(lambda: self._submit(box))
         return box
 
     def _leave(self, box: _Mailbox) -> None:
@@ -164,7 +167,8 @@ class AsyncServing:
             try:
                 self._loop.close()
             finally:
-                self._stopping = True
+                with self._door:
+                    self._stopping = True
                 self._end_all()
 
     def _read_inbox(self, wait: bool) -> None:
@@ -182,6 +186,10 @@ class AsyncServing:
             box.growing = self._loop.submit(box.request, box.sampling, box.encoder_tokens)
         except KVTierError as error:
             _fail(box, error)
+        except Exception as error:  # what one caller passed must not end the serving of the others
+            refused = RequestError(f"request {box.request.id}: cannot be submitted ({error!r}); see the arguments of ServingLoop.submit")
+            refused.__cause__ = error
+            _fail(box, refused)
         else:
             self._boxes[box.request.id] = box
 

@@ -27,7 +27,8 @@ def open_tier(model, tmp_path):
     def start(primary="40 blocks", secondary="40 blocks", nvme="0 blocks", layout=None, **settings):
         layout = layout or layout_of(model.config, dtype=model.dtype, tokens_per_block=4)
         tier = KVCacheManager(layout, TierConfig(primary=primary, secondary=secondary, nvme=nvme, nvme_free_space_reserve="0B",
-                                                 nvme_directory=tmp_path / "nvme", max_seq_len=256, **settings), model="tiny@test:0")
+                                                 nvme_directory=tmp_path / "nvme", **{"max_seq_len": 256, **settings}),
+                              model="tiny@test:0")
         tiers.append(tier)
         return tier
 
@@ -174,6 +175,14 @@ def test_a_prompt_longer_than_the_pool_is_refused_and_nothing_is_held(open_tier)
     tier = open_tier(primary="10 blocks", secondary="0 blocks")
     with pytest.raises(CapacityError):
         GenerationCache(tier, Request(0, [5] * 100))
+
+
+def test_an_answer_longer_than_the_tiers_sequences_is_stored_as_far_as_it_goes(model, open_tier, prompts):
+    tier = open_tier(max_seq_len=len(prompts[0]) + 4)
+    with GenerationCache(tier, Request(0, prompts[0])) as cache:
+        output = generate(model, prompts[0], 9, cache=cache)
+        cache.keep(output[0])
+    assert tier.match(prompts[0]).reusable_blocks > 0
 
 
 def test_layouts_that_a_plain_cache_cannot_hold_are_refused(open_tier):

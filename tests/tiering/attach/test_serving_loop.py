@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.errors import CapacityError, ConfigError, RequestError
+from kvtier.tiering.attach.sampling import Sampling
 from kvtier.tiering.attach.serving_loop import ServingLoop
 from kvtier.tiering.attach.transformers import AttachedModel
 from kvtier.tiering.ledger.request import Request
@@ -206,6 +207,18 @@ def test_room_that_never_comes_ends_the_request_after_the_timeout(serve, prompts
     loop.cache.free += held
 
 
+def test_a_request_alone_whose_next_chunk_never_finds_blocks_ends_after_the_timeout(serve, prompts):
+    times = iter(range(1000))
+    loop = serve(room_timeout=5.0, clock=lambda: float(next(times)))
+    loop.cache.config.chunk_size = 16
+    loop.cache.is_paused = lambda request_id: True
+    answer = loop.submit(Request(0, prompts[0], max_new_tokens=2))
+    for _ in range(12):
+        loop.step()
+    assert isinstance(answer.error, CapacityError)
+    assert "next prompt chunk" in str(answer.error)
+
+
 def test_others_are_served_while_a_request_waits_for_its_blocks(serve, generated, prompts):
     loop = serve()
     loop.cache.never_ready.add(0)
@@ -289,6 +302,54 @@ def test_what_is_computed_for_a_sequence_that_loses_blocks_in_a_step_is_forgotte
     answers = loop.run()
     assert [answers[number].tokens for number in range(3)] == [generated(prompt, 6) for prompt in prompts[:3]]
     assert not loop.cache.lose
+
+
+class Breaks(Watched):
+    """A model that fails once, behind a prompt of the same step."""
+
+    has_failed = False
+
+    def prefill(self, tokens, past, table_row):
+        if self.chunks and not self.has_failed:
+            self.has_failed = True
+            raise ZeroDivisionError("the model broke")
+        return super().prefill(tokens, past, table_row)
+
+
+def test_after_an_error_of_the_model_the_step_can_be_tried_again(serve, generated, prompts):
+    loop = serve(watch=Breaks, chunk_size=64, token_budget=256)
+    answers = [loop.submit(request) for request in requests(prompts)]
+    with pytest.raises(ZeroDivisionError):
+        loop.step()
+    for _ in range(40):
+        loop.step()
+    assert [answer.tokens for answer in answers] == [generated(prompt, 6) for prompt in prompts]
+
+
+class NotANumber(Watched):
+    """Logits that are no numbers, of the first prompt only."""
+
+    def prefill(self, tokens, past, table_row):
+        logits = super().prefill(tokens, past, table_row)
+        return logits * float("nan") if len(self.chunks) == 1 else logits
+
+
+def test_logits_that_are_no_numbers_end_their_own_request_only(serve, generated, prompts):
+    loop = serve(watch=NotANumber, chunk_size=64, token_budget=256)
+    bad = loop.submit(Request(0, prompts[0], max_new_tokens=4), Sampling(temperature=1.0, seed=1))
+    good = loop.submit(Request(1, prompts[1], max_new_tokens=4))
+    for _ in range(10):
+        loop.step()
+    assert isinstance(bad.error, RequestError)
+    assert "no token can be drawn" in str(bad.error)
+    assert good.tokens == generated(prompts[1], 4)
+
+
+def test_when_one_request_of_a_run_is_refused_none_of_them_stays_queued(serve, prompts):
+    loop = serve()
+    with pytest.raises(RequestError, match="max_new_tokens=0"):
+        loop.run([Request(0, prompts[0], max_new_tokens=2), Request(1, prompts[1], max_new_tokens=0)])
+    assert loop.num_requests == 0
 
 
 def test_closing_drops_what_is_in_flight(serve, prompts):

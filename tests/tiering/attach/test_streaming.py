@@ -227,3 +227,10 @@ async def test_a_step_that_does_not_end_does_not_hold_up_closing_for_ever(servin
         await task
     await until_nothing_is_held(loop.cache)
     served._thread.join(20)
+
+
+async def test_an_argument_that_is_no_argument_ends_its_own_request_only(serving, generated, prompts):
+    async with asyncio.timeout(20), AsyncServing(serving()) as served:
+        with pytest.raises(RequestError, match="request 0: cannot be submitted"):
+            await served.generate(Request(0, prompts[0], max_new_tokens=4), encoder_tokens=7)
+        assert (await served.generate(Request(1, prompts[1], max_new_tokens=4))).tokens == generated(prompts[1], 4)
