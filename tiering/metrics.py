@@ -43,9 +43,9 @@ class TierCollector(Collector):
 
     def __init__(self, cache: HasStats, labels: Mapping[str, str] | None = None) -> None:
         self._cache = cache
-        self._labels = dict(labels or {})
+        self._labels = {name: str(value) for name, value in (labels or {}).items()}  # a number would fail every scrape
         for name in self._labels:
-            if name in _OWN_LABELS or not name.isidentifier() or name.startswith("__"):
+            if name in _OWN_LABELS or not name.isidentifier() or not name.isascii() or name.startswith("__"):
                 raise ConfigError(f"labels={self._labels!r}: {name!r} cannot be a label here; name it otherwise, for example \"replica\"")
 
     def describe(self) -> list[Family]:

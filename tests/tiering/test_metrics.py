@@ -163,12 +163,12 @@ def test_after_the_cache_was_closed_only_that_is_said(make_cache: MakeCache, ser
 
 def test_what_runs_is_a_metric_too_and_labels_may_be_added(make_cache: MakeCache, serve: Any) -> None:
     cache = make_cache(8, 4, 16)
-    scrape = Scrape(serve(cache, labels={"replica": "a"}).url)
-    assert scrape("kvtier_info", version=kvtier.__version__, model="toy@1:0123abcd", nvme_path="posix", replica="a") == 1
-    assert all(("replica", "a") in labels for _name, labels in scrape.values)
+    scrape = Scrape(serve(cache, labels={"replica": "a", "rank": 0}).url)
+    assert scrape("kvtier_info", version=kvtier.__version__, model="toy@1:0123abcd", nvme_path="posix", replica="a", rank="0") == 1
+    assert all({("replica", "a"), ("rank", "0")} <= labels for _name, labels in scrape.values)
 
 
-@pytest.mark.parametrize("name", ["level", "le", "re plica", "__x", ""])
+@pytest.mark.parametrize("name", ["level", "le", "re plica", "__x", "", "é"])
 def test_a_label_that_is_none_or_taken_is_refused(make_cache: MakeCache, name: str) -> None:
     with pytest.raises(ConfigError, match="cannot be a label here"):
         TierCollector(make_cache(), {name: "a"})
