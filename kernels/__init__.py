@@ -1,7 +1,7 @@
-"""What runs on tensors: paged append, paged attention, offset tables, partial block copies, token moves (design: rooms).
+"""What runs on tensors: pages written and read in place, offset tables, copies of parts and rows, token moves (design: rooms).
 
-Every kernel is one module with a plain reference, a torch path and, where there is one yet, a Triton kernel in a module
-of its own that is imported only when a GPU asks for it. :mod:`kvtier.kernels.dispatch` is the one place that chooses.
+A kernel is one module with a plain reference and a host path; its Triton kernel, where a GPU needs one, is in a module of its own
+that is imported only when a GPU asks for it. :mod:`kvtier.kernels.dispatch` is the one place that chooses.
 """
 
 from __future__ import annotations
