@@ -167,7 +167,7 @@ class TierIndex(TierIndexCore):
         wanted = self._checked_keys(keys, group)
         _check_request(request_id)
         with self.turn as ledger:
-            job = ledger.plan_load(ledger.request(request_id), group, wanted if self._find_number(ledger) else [])
+            job = ledger.plan_load(ledger.request(request_id), group, wanted if self._find_number(ledger, is_store=False) else [])
             if job is None:
                 return LoadPlan(-1, group, (), (), ())
             return LoadPlan(job.number, group, tuple(job.keys), tuple([slot_of(block.index) for block in job.blocks]), tuple(job.levels))
@@ -183,7 +183,7 @@ class TierIndex(TierIndexCore):
         chosen = None if priority is None else _checked_priority(priority)
         with self.turn as ledger:
             request = ledger.request(request_id)
-            job, num_known = ledger.plan_store(request, group, wanted if self._find_number(ledger) else [],
+            job, num_known = ledger.plan_store(request, group, wanted if self._find_number(ledger, is_store=True) else [],
                                                request.priority if chosen is None else chosen)
             if job is None:
                 return StorePlan(-1, group, (), (), (), num_known, len(wanted) - num_known)

@@ -379,10 +379,11 @@ class TierIndexCore:
             if self._has_ended(job):
                 ledger.release_abandoned(job.number)
 
-    def _find_number(self, ledger: KeyLedger) -> bool:
+    def _find_number(self, ledger: KeyLedger, *, is_store: bool) -> bool:
         """The board has a place for MAX_JOBS jobs: let the next number's be free, of jobs under way and of given-up ones. False when there
-        is none: then there is no room for a job, as if all slots were in use."""
-        if len(ledger.jobs) + len(ledger.abandoned) >= MAX_JOBS:
+        is none: then there is no room for a job, as if all slots were in use. Stores stop at half of it: the rest is for loads, which
+        have been promised."""
+        if len(ledger.jobs) + len(ledger.abandoned) >= (MAX_JOBS // 2 if is_store else MAX_JOBS):
             return False
         if ledger.abandoned or (ledger.jobs and ledger.next_job - next(iter(ledger.jobs)) >= MAX_JOBS):
             taken = {number % MAX_JOBS for jobs in (ledger.jobs, ledger.abandoned) for number in jobs}

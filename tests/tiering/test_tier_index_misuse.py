@@ -69,20 +69,23 @@ def test_numbers_of_jobs_do_not_meet_on_the_board_however_old_one_is(monkeypatch
         rig.index.cancel_job(old.job_id)
 
 
-def test_a_full_board_is_no_room_and_no_wait_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_board_is_no_room_and_no_wait_without_end_and_stores_leave_half_of_it_to_promised_loads(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (job_board, tier_index_core):
         monkeypatch.setattr(module, "MAX_JOBS", 4)
     with TierRig() as rig:
         rig.store([key(9)])
-        plans = [rig.index.plan_store("writer", [key(number)]) for number in range(4)]
-        assert len({plan.job_id % 4 for plan in plans}) == 4
+        plans = [rig.index.plan_store("writer", [key(number)]) for number in range(2)]
         refused = rig.index.plan_store("writer", [key(4), key(9)])
         assert (refused.job_id, refused.keys, refused.num_known, refused.num_refused) == (-1, (), 0, 2)
+        loads = [rig.index.plan_load("reader", [key(9)]) for _ in range(2)]
+        assert len({plan.job_id % 4 for plan in (*plans, *loads)}) == 4
         assert rig.index.plan_load("reader", [key(9)]).job_id == -1
-        rig.index.cancel_job(plans[2].job_id)
+        for plan in (*loads, plans[1]):
+            rig.index.cancel_job(plan.job_id)
         again = rig.index.plan_store("writer", [key(4)])
-        assert again.job_id % 4 == plans[2].job_id % 4
-        for plan in (*plans, again):
+        assert again.job_id % 4 != plans[0].job_id % 4
+        for plan in (plans[0], again):
             rig.index.cancel_job(plan.job_id)
 
 
