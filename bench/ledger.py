@@ -133,11 +133,14 @@ def _evict(name: str, plan: LedgerPlan, pool: int, with_vllm: bool) -> Callable[
         dropped: dict[str, Side] = {name: Evict(tokens, inserts, pool, pool, offload=False),
                                     f"{name}/events-read": Evict(tokens, inserts, pool, pool, offload=False, read=True),
                                     f"{name}/events-off": Evict(tokens, inserts, pool, pool, offload=False, events=False)}
-        sides = dropped | {f"{name}/offload": Evict(tokens, inserts, pool, pool, offload=True)}
+        sides = dropped | {f"{name}/offload": Evict(tokens, inserts, pool, pool, offload=True),
+                           f"{name}/first": Evict(tokens, 1, pool, pool, offload=False)}
         peers = {}
         if with_vllm:
             from kvtier.bench.ledger_vllm import VllmInsert
             peers = _insert_peers(name, list(dropped))  # a manager of one level has nothing to hold against an offload
+            peers[f"{name}/first"] = {VLLM: f"{name}/first/vllm"}
+            sides[f"{name}/first/vllm"] = VllmInsert(tokens, 1, pool)
             sides[f"{name}/vllm"] = VllmInsert(tokens, inserts, pool)
             sides[f"{name}/vllm-events"] = VllmInsert(tokens, inserts, pool, events=True)
         return Workload(sides, peers)
