@@ -26,8 +26,8 @@ TINY = LedgerPlan(rounds=3, seconds=30.0, match_tokens=1024, branch_every=4, ins
                   growth=(32, 64), memory_blocks=512, siblings=(2, 8))
 ROWS = ["ledger/W1", "ledger/W1/ready", "ledger/W1/list", "ledger/W1S", "ledger/W1S/ready", "ledger/W2", "ledger/W2/list",
         "ledger/W2/events-read", "ledger/W2/events-off", "ledger/W3", "ledger/W3/events-read", "ledger/W3/events-off",
-        "ledger/W3/offload", "ledger/W3/first", "ledger/W3/64", "ledger/W3/64/events-read", "ledger/W3/64/events-off", "ledger/W3/64/offload",
-        "ledger/W3/64/first",
+        "ledger/W3/offload", "ledger/W3/first", "ledger/W3/64", "ledger/W3/64/events-read", "ledger/W3/64/events-off",
+        "ledger/W3/64/offload", "ledger/W3/64/first",
         "ledger/W4", "ledger/W5", "ledger/W6", "ledger/W6/keys", "ledger/growth/32", "ledger/growth/64", "ledger/growth/ratio",
         "ledger/growth/siblings/2", "ledger/growth/siblings/8", "ledger/growth/siblings/ratio", "ledger/growth/bytes-per-block"]
 
