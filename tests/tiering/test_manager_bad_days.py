@@ -16,7 +16,7 @@ from toy_engine import OTHER, PATIENCE, PROMPT, MakeCache, ToyEngine, WarmCache,
 from kvtier import CapacityError, ConfigError, Level, Request, RequestError, TransferError
 from kvtier.io import write_pause
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
-from kvtier.tiering import core
+from kvtier.tiering import locked_tier
 
 pytestmark = pytest.mark.usefixtures("no_failed_callbacks")
 
@@ -390,7 +390,7 @@ def test_reset_that_cannot_be_done_in_time_forgets_nothing(warm_cache: WarmCache
 
 def test_a_reset_whose_drive_hangs_ends_in_time_and_nothing_is_stored_before_it_is_over(make_cache: MakeCache,
                                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "LEAST_CLEARING", 0.1)
+    monkeypatch.setattr(locked_tier, "LEAST_CLEARING", 0.1)
     cache = make_cache(8, 4, 40, write_ahead_share=1.0)
     engine = ToyEngine(cache)
     engine.serve(Request(1, PROMPT))
