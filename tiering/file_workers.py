@@ -171,6 +171,12 @@ class FileWorkers:
             thread.join(max(deadline - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
+    def let_go(self) -> None:
+        """Of the slots and of the manager, once ``close`` has returned True: in a cycle with it the slots' memory would stay mapped until
+        the garbage collector comes by."""
+        self._secondary, self._direct_writes = (), None
+        self._read_over = self._writes_over = _tell_nobody
+
     # -- reading --------------------------------------------------------------------------------------------------------
 
     def _run_reader(self) -> None:
@@ -435,6 +441,10 @@ class FileWorkers:
             call(*arguments)
         except Exception:
             _log.exception("handing back a file operation failed")
+
+
+def _tell_nobody(*_: object) -> None:
+    """Everything has been handed back."""
 
 
 def take_all(waiting: SimpleQueue[TransferNode | None] | RunQueue) -> list[TransferNode]:

@@ -118,18 +118,22 @@ class TransferManager(TransferWaiting):
             TransferError: the manager is closed, or a record asks for a route that does not exist (no such group, no NVMe
                 store, no secondary level in this group, from or to NVMe without staging). Nothing has been queued then.
         """
+        self._check_open()  # a closed one has no routes either
         nodes = [self._node(record) for record in records]
         with self._lock:
             if self._check is not None:
                 self._check.raise_if_violated()
-            if self._closing:
-                raise TransferError("transfers are closed; no Move can be issued any more")
+            self._check_open()
             self._outstanding += len(nodes)
             for node in nodes:
                 self._graph.add(node)
                 if node.blockers == 0:
                     self._start(node)
             self._submit_all()
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise TransferError("transfers are closed; no Move can be issued any more")
 
     def _node(self, record: Move | Discard) -> TransferNode:
         if not 0 <= record.group < len(self._block_bytes):
@@ -402,6 +406,8 @@ class TransferManager(TransferWaiting):
                  for worker in (self._files, self._debug, self._offload, self._onboard) if worker is not None]
         if is_idle and all(ended):
             self._routes.close()
+            if self._files is not None:
+                self._files.let_go()
             if self._debug is not None:
                 self._debug.let_go()
                 self._debug = None
