@@ -67,6 +67,24 @@ def test_a_failed_read_is_a_miss_and_the_others_go_on(warm_cache: WarmCache) -> 
     assert engine.serve(Request(4, OTHER)) == 12
 
 
+def test_a_lease_says_which_of_its_blocks_never_arrived(warm_cache: WarmCache) -> None:
+    cache = warm_cache(fails(READ, 3), delays(READ, 0.05), primary=16)  # all three of PROMPT's
+    cache.add_sequence(Request(1, PROMPT))
+    with cache.pin(1) as pinned:
+        reused, own = pinned.block_ids[:3], pinned.block_ids[3:]
+        assert own
+        assert cache.wait_ready(1) == 0
+        assert pinned.lost_block_ids() == reused
+        cache.add_sequence(Request(2, OTHER))
+        with cache.pin(2) as sound:
+            assert cache.wait_ready(2) == 12
+            assert sound.lost_block_ids() == []
+            assert pinned.lost_block_ids(0) == reused
+        with pytest.raises(RequestError, match="group=1"):
+            pinned.lost_block_ids(1)
+    cache.verify()
+
+
 def test_a_bit_flipped_on_the_way_is_never_served(warm_cache: WarmCache) -> None:
     cache = warm_cache(FaultRule(FaultKind.BIT_FLIP, READ))
     engine = ToyEngine(cache)
