@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Final
 
@@ -102,6 +102,7 @@ class TierCore(LockedTier[Ledger]):
             self._loading = LoadDecider(self._load_meter, config.load_decision == "auto", can_split)
             self._ledger.loading = self._loading
             self._poison = Poison(self.pools, self._ledger.geometries) if config.debug_checks else None
+            self._filling: AbstractContextManager[object] = nullcontext() if self._poison is None else self._poison.lock
             self._opened()
             undo.pop_all()
 
@@ -223,7 +224,8 @@ class TierCore(LockedTier[Ledger]):
     def _let_go(self) -> None:
         if self._gds is not None:
             self._gds.close()
-        self._close_pools()
+        with self._filling:
+            self._close_pools()
 
     def _queued(self, records: Sequence[Move | Discard]) -> None:
         self._statistics.note_usage()
