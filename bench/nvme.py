@@ -41,7 +41,7 @@ from kvtier.io.store_open import default_reserve
 from kvtier.pools.host_memory import free_disk_bytes, mount_of
 from kvtier.pools.nvme_geometry import NvmeGeometry
 from kvtier.pools.sizing import format_bytes
-from kvtier.tiering.file_workers import MAX_WRITE_BATCH
+from kvtier.tiering.write_lane import MAX_WRITE_BATCH
 
 __all__ = ["NvmePlan", "run_nvme"]
 

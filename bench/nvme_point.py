@@ -24,7 +24,7 @@ from kvtier.io.faults import Faults
 from kvtier.io.nvme_store import BlockWrite, NvmeStore
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.nvme_geometry import PAGE_BYTES, NvmeGeometry
-from kvtier.tiering.file_workers import MAX_WRITE_BATCH
+from kvtier.tiering.write_lane import MAX_WRITE_BATCH
 
 OURS: Final = "kvtier"
 _NAMESPACE: Final = '{"model": "kvtier bench nvme"}'

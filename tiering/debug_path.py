@@ -26,10 +26,12 @@ from kvtier.io.threads import start_thread
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.pool_index import NVME, PRIMARY, level_of, slot_of
 from kvtier.tiering import hang_watch
+from kvtier.tiering.block_store import BlockStore
 from kvtier.tiering.debug_files import file_name, header, write_and_read_back
-from kvtier.tiering.file_workers import BlockStore, cancelled, hung, take_all
+from kvtier.tiering.file_lane import cancelled, hand_back, hung, take_all
 from kvtier.tiering.hang_watch import HangWatch
 from kvtier.tiering.ledger.moves import Discard, Move
+from kvtier.tiering.read_lane import Read
 from kvtier.tiering.request_directory import RequestRoot
 from kvtier.tiering.staging import StagingPool
 from kvtier.tiering.transfer_graph import TransferNode
@@ -75,19 +77,19 @@ class DebugPath:
         self._watch = HangWatch(1)
         self._hanging = Incident(_log)
         self._ends = threading.Event()
-        self._read_over: Callable[[TransferNode, int], None] | None = None
+        self._reads_over: Callable[[list[Read]], None] | None = None
         self._closing = False
         self._fallbacks: SimpleQueue[None] = SimpleQueue()
         self._has_said = False
         self._names: dict[int, bytes] = {}
 
-    def start(self, read_over: Callable[[TransferNode, int], None]) -> None:
-        """``read_over`` is called by our threads, no lock held, with each node and its buffer (-1: none), which it takes over.
+    def start(self, reads_over: Callable[[list[Read]], None]) -> None:
+        """``reads_over`` is called by our threads, no lock held, with each node and its buffer (-1: none), which it takes over.
 
         Raises:
             ConfigError: a thread cannot be started; ``close`` ends the other one.
         """
-        self._read_over = read_over
+        self._reads_over = reads_over
         for target, name in ((self._run, "kvtier-debug"), (self._run_watch, "kvtier-debug-watch")):
             self._threads.append(start_thread(target, name))
 
@@ -150,12 +152,8 @@ class DebugPath:
                 del node
 
     def _hand_back(self, node: TransferNode, buffer: int) -> None:
-        """An error in the manager's own code must not end the thread: every later Move would hang."""
-        assert self._read_over is not None
-        try:
-            self._read_over(node, buffer)
-        except Exception:
-            _log.exception("handing back a block of a debugged request failed")
+        assert self._reads_over is not None
+        hand_back(self._reads_over, [(node, buffer)])
 
     def _read(self, node: TransferNode, runner: asyncio.Runner) -> int | None:
         """The buffer with the block; None when it hung, and the node has been handed back long since."""

@@ -47,6 +47,8 @@ class Routes:
         self.direct = [DirectStaging(group, range(staging_blocks)) for group in direct]
         self.direct_write_rows = [DirectStaging(group, range(staging_blocks, staging_blocks + WRITE_ROWS)) for group in direct]
         self.staging: list[StagingPool] = []
+        self._copiers: list[dict[tuple[int, int], Copier]] = []
+        self._debug_copiers: list[dict[tuple[int, int], Copier]] = []
         try:
             for pool in pools if has_store else ():
                 size = pool.group.block_bytes
@@ -106,6 +108,8 @@ class Routes:
         return self.direct[node.group] if node.via == DIRECT else self.staging[node.group]
 
     def close(self) -> None:
-        """Give the host's staging memory back. Nothing may use it any more."""
+        """Give the host's staging memory back, and let go of the levels' memory. Nothing may use either any more."""
         for staging in self.staging:
             staging.arena.close()
+        self._copiers = [{} for _ in self._copiers]
+        self._debug_copiers = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +33,24 @@ def test_close_ends_all_threads_and_may_be_called_again(make_rig: Make) -> None:
     assert rig.transfers.close(0.0)
     with pytest.raises(TransferError, match="closed"):
         rig.transfers.issue([rig.move(P[0], S[0])])
+
+
+def test_a_closed_manager_goes_without_the_garbage_collector(make_rig: Make) -> None:
+    rig = make_rig()
+    rig.fill(P[0], 5)
+    gc.disable()
+    try:
+        rig.transfers.issue([rig.move(P[0], S[0]), rig.move(S[0], N[0])])
+        rig.settle()
+        rig.transfers.issue([rig.move(N[0], P[1])])
+        rig.settle()
+        assert rig.value(P[1]) == 5
+        assert rig.transfers.close(10.0)
+        gone = weakref.ref(rig.transfers)
+        rig.transfers = make_rig().transfers
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_close_waits_for_copies_that_were_issued(make_rig: Make) -> None:
