@@ -274,8 +274,8 @@ def python_page() -> str:
 
 def returned_page() -> str:
     """What calls give back, and helpers."""
-    return page(["# What calls return", "", _MADE, "By the module they are imported from, where one needs to.", "", *of_modules(RETURNED),
-                 "# Beside it", "", *of_modules(BESIDE)])
+    return page(["# What calls return, and helpers", "", _MADE, "By the module they are imported from.", "",
+                 *of_modules(RETURNED | BESIDE)])
 
 
 def kernels_page() -> str:
@@ -297,7 +297,7 @@ def attach_page() -> str:
 
 def commands_page() -> str:
     """Every command with its options."""
-    out = ["# Commands", "", _MADE, "`kvtier COMMAND --help` says the same. Exit codes are [with the errors](errors.md#exit-codes).", ""]
+    out = ["# Commands", "", _MADE, "`--help` behind a command says the same. Exit codes are [with the errors](errors.md#exit-codes).", ""]
     for path, callback in sorted(_commands("kvtier", app)):
         out += [f"## {path}", "", as_markdown(callback.__doc__), ""]
         hints = get_type_hints(callback, include_extras=True)

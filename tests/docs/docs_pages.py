@@ -83,6 +83,11 @@ def without_blocks(page: Path) -> str:
     return re.sub(r"`[^`\n]*`", "", _FENCE.sub("", page.read_text(encoding="utf-8")))
 
 
+def spans_of(page: Path) -> list[str]:
+    """Code spans in the page's prose."""
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", _FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
 def links_of(page: Path) -> list[str]:
     """Targets of the page's links that stay in the repository."""
     return [target for target in _LINK.findall(without_blocks(page)) if "://" not in target and not target.startswith("mailto:")]

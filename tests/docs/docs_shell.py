@@ -91,6 +91,23 @@ def check_kvtier(arguments: list[str]) -> None:
         raise AssertionError(f"kvtier {' '.join(arguments)}: {error}") from error
 
 
+def check_in_text(line: str) -> None:
+    """A command that running text mentions, perhaps without its arguments: the command and the options that it names exist."""
+    words = shlex.split(line.partition(" | ")[0])
+    if words[0] == "make":
+        check_make(words[1:])
+        return
+    command = COMMAND
+    for word in words[1:]:
+        children = getattr(command, "commands", None)
+        if children is not None and not word.startswith("-"):
+            assert word in children, f"{line}: {word} is no command"
+            command = children[word]
+        elif word.startswith("--") and word not in ("--help", "--version"):
+            known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+            assert word in known, f"{line}: there is no {word}"
+
+
 def check_make(arguments: list[str]) -> None:
     """Targets exist, options are named in the Makefile, and so do the tests that ARGS names."""
     for word in arguments:

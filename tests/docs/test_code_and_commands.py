@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from docs_pages import LANGUAGES, ROOT, Block, blocks_of, is_walked, pages
+from docs_pages import LANGUAGES, ROOT, Block, blocks_of, is_walked, pages, spans_of
 from docs_session import Session, compare
-from docs_shell import check, lines_of
+from docs_shell import check, check_in_text, lines_of
 
 MARKS = ("not run, ", "slow", "exit code ", "file ", "figures vary", "no output of ours")
 BLOCKS = [block for page in pages() for block in blocks_of(page)]
@@ -37,6 +37,13 @@ def test_commands_name_commands_options_targets_and_files_that_there_are(block: 
         check(line)
 
 
+@pytest.mark.parametrize("page", [page for page in pages() if page.name != "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_in_running_text_exist(page: Path) -> None:
+    for span in spans_of(page):
+        if span.startswith(("kvtier ", "make ")):
+            check_in_text(span)
+
+
 @of("yaml", "json")
 def test_files_on_the_pages_are_what_they_say(block: Block) -> None:
     json.loads(block.text) if block.language == "json" else yaml.safe_load(block.text)
@@ -55,6 +62,13 @@ def port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def test_code_of_the_adapters_pages_is_run_by_a_test_that_names_the_page() -> None:
+    tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py") if file.parent.name != "docs")
+    for page in sorted((ROOT / "docs" / "attach").glob("*.md")):
+        if any(block.language == "python" and block.is_run for block in blocks_of(page)):
+            assert page.name in tests, f"no test runs {page.relative_to(ROOT)}; mark what cannot be run"
 
 
 @pytest.mark.parametrize("page", WALKED, ids=lambda page: str(page.relative_to(ROOT)))
@@ -96,3 +110,11 @@ def test_output_that_is_not_what_the_page_shows_is_noticed(shown: str, vary: boo
 def test_a_command_that_there_is_not_is_noticed(line: str) -> None:
     with pytest.raises(AssertionError):
         check(line)
+
+
+@pytest.mark.parametrize("span", ["kvtier no-such-command", "kvtier store nope", "kvtier bench nvme --no-such DIR", "make no-such-target"])
+def test_a_command_in_running_text_that_there_is_not_is_noticed(span: str) -> None:
+    check_in_text("kvtier store ls | verify | scrub")
+    check_in_text("kvtier bench nvme --directory DIR")
+    with pytest.raises(AssertionError):
+        check_in_text(span)
