@@ -43,7 +43,7 @@ def first_token_row(directory: Path, *, quick: bool = False, say: Callable[[str]
 
     Args:
         directory: of the NVMe level; made if it is missing, and left to the caller to remove.
-        quick: three rounds instead of seven.
+        quick: five rounds instead of seven.
         say: gets one line about each slow step before it begins.
         model: a loaded model; None for the demo's own.
         prefix_tokens: rounded up to whole blocks.
@@ -55,7 +55,7 @@ def first_token_row(directory: Path, *, quick: bool = False, say: Callable[[str]
     loaded = model if model is not None else load_demo_model(say=say)
     prefix, question = _prompt(loaded, -(-prefix_tokens // TOKENS_PER_BLOCK) * TOKENS_PER_BLOCK)
     say(f"measuring {ROW_NAME}: {len(prefix)} tokens stored, {len(question)} more after them")
-    measured = measure_first_token(loaded, directory, prefix, question, rounds=3 if quick else 7)
+    measured = measure_first_token(loaded, directory, prefix, question, rounds=5 if quick else 7)
     ours, recompute = measured.seconds(OURS), measured.seconds(RECOMPUTE)
     return ResultRow(ROW_NAME, "s", ours.median, ours.low, ours.high,
                      Limit(f"recomputing {len(prefix)} tokens, {torch.get_num_threads()} torch threads, "
