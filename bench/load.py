@@ -151,6 +151,7 @@ class _Store:
                           for number in range(num_blocks)]
         self._next_id = 0
         self._valid = 0
+        self._found = 0
 
     def __enter__(self) -> _Store:
         self._cache = self._open()
@@ -189,9 +190,10 @@ class _Store:
         def turn(way: str) -> Alternative:
             def prepare() -> None:
                 self._to_nvme()
+                self._found = self._cache.stats().hit_tokens.nvme
                 with self._cache.locked() as ledger:
                     ledger.loading = decider if way == OURS else None
-            return Alternative(way, lambda: self._first_token(engine, way), prepare, self._verify)
+            return Alternative(way, lambda: self._first_token(engine, way), prepare, lambda: self._verify(way))
 
         ways = [turn(way) for way in (RECOMPUTE, LOAD, OURS)]
         for _ in range(LEARNING_ROUNDS):
@@ -212,9 +214,13 @@ class _Store:
         seconds = engine.prefill(self._valid, len(self._prompt))
         self._cache.report_prefill(range(self._valid, len(self._prompt)), seconds)
 
-    def _verify(self) -> None:
-        """Compare what was reused; then put in place what a real engine would have computed, and end the sequence. Not timed."""
+    def _verify(self, way: str) -> None:
+        """Compare what was reused and where it came from; then put in place what a real engine would have computed, and end the sequence.
+        Not timed."""
         request_id, valid = self._next_id, self._valid
+        loaded = self._cache.stats().hit_tokens.nvme - self._found
+        if loaded != {RECOMPUTE: 0, LOAD: self._num_blocks * TOKENS_PER_BLOCK}.get(way, valid) or loaded != valid:
+            raise TransferError(f"{way}: {loaded} tokens came from NVMe and {valid} were reused")
         pool = self._cache.pool().primary
         for number, block_id in enumerate(self._cache.block_ids(request_id)[:valid // TOKENS_PER_BLOCK]):
             slot = self._cache.block(block_id).slot

@@ -50,10 +50,8 @@ def plot_report(file: Path, title: str, rows: Sequence[ResultRow]) -> bool:
         figure = draw_serve(served)
     else:
         figure = new_figure(4.5 * 3, sum(_heights(panels, bars)))
-        above: Any = figure
-        below: Any = figure
-        if panels and bars:
-            above, below = figure.subfigures(2, 1, height_ratios=_heights(panels, bars))
+        parts: Any = figure.subfigures(2, 1, height_ratios=_heights(panels, bars)) if panels and bars else (figure, figure)
+        above, below = parts
         if panels:
             _draw_panels(above, panels)
         if bars:

@@ -52,7 +52,7 @@ class ServePlan:
         at_once: requests in flight, one point for each.
         shape: of the conversations.
         users: at least so many, and four for each request in flight, so that the device cannot hold them all.
-        rounds: recorded at each point; one more warms up.
+        rounds: recorded at each point, after ``warm_up`` of them.
         kinds: of points.
         trace: a file to be served instead, with its own arrivals; block: tokens of its blocks; speed: times as fast; most_requests: of it.
         more_engines: measure ``HOST_ONLY`` and ``CEILING`` too, which are two engines more at the same time.
@@ -68,12 +68,13 @@ class ServePlan:
     speed: float = 1.0
     most_requests: int = 200
     more_engines: bool = False
+    warm_up: int = 1
 
     @classmethod
     def usual(cls, quick: bool, trace: Path | None = None, block: int = 512, speed: float = 1.0, more_engines: bool = False) -> ServePlan:
-        """The full one, or a first look."""
+        """The full one, or a first look: four users with a block each, alone in flight, and no point without returning users."""
         if quick:
-            return cls((1,), Shape(1, 32, 1, 2), 6, 5, KINDS, trace, block, speed, 40, more_engines)
+            return cls((1,), Shape(1, 32, 1, 2), 4, 5, KINDS[1:], trace, block, speed, 40, more_engines, 0)
         return cls(trace=trace, block=block, speed=speed, more_engines=more_engines)
 
     def arms(self, kind: str) -> tuple[str, ...]:
@@ -105,7 +106,7 @@ class ServePlan:
         working_set = distinct_tokens((*work.before, *work.timed), BLOCK)
         in_flight = (work.longest + 2 * BLOCK) * at_once
         pool = 2 * working_set + in_flight if arm == CEILING else max(working_set // 4, in_flight)
-        nvme = 0 if arm == HOST_ONLY else (self.rounds + 3) * (2 * working_set + in_flight)
+        nvme = 0 if arm == HOST_ONLY else (self.warm_up + self.rounds + 2) * (2 * working_set + in_flight)
         return Sizes(pool, working_set * 3 // 2 + in_flight, nvme, work.longest + BLOCK, at_once, engines)
 
 
@@ -172,7 +173,7 @@ def _measure(point: _Point, maker: EngineMaker, plan: ServePlan, text: TextSourc
     arms = plan.arms(point.kind)
     flight = _ARRIVALS if plan.trace is not None else point.at_once
     unsalted = [plan.workload(point.kind, point.at_once, f"{point.name} {number}", text, maker.max_tokens)
-                for number in range(plan.rounds + 1)]
+                for number in range(plan.warm_up + plan.rounds)]
     works = {(arm, number): work.recomputed(f"{arm} {number}") if arm == RECOMPUTE else work.salted(f"{arm} {number}")
              for number, work in enumerate(unsalted) for arm in arms}
     distinct = [arm for arm in arms if arm not in (AGAIN, RECOMPUTE)]  # those two are the engine alone
@@ -181,14 +182,15 @@ def _measure(point: _Point, maker: EngineMaker, plan: ServePlan, text: TextSourc
         engines = _start(maker, sizes, folder, running)
         if point.kind == "restart":
             for (arm, _), work in works.items():
-                if arm != CEILING:
+                if arm == OURS:  # the others would lose it; the ceiling is not restarted
                     engines[arm].play(work.before, flight)
             engines[OURS].settle()
             running.close()
             engines = _start(maker, sizes, folder, running)
-        for number in range(plan.rounds + 1):
-            turns = [_turn(point, engines[arm], arm, works[arm, number], flight, number > 0) for arm in arms]
-            point.measured.round(turns, warm_up=number == 0)
+        for number in range(plan.warm_up + plan.rounds):
+            is_recorded = number >= plan.warm_up
+            turns = [_turn(point, engines[arm], arm, works[arm, number], flight, is_recorded) for arm in arms]
+            point.measured.round(turns, warm_up=not is_recorded)
 
 
 def _start(maker: EngineMaker, sizes: Mapping[str, Sizes], folder: Path, running: ExitStack) -> dict[str, ServedEngine]:

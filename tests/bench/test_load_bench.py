@@ -61,6 +61,18 @@ def test_wrong_bytes_are_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "other bytes" in written["config"]["invalid"][0]["reason"]
 
 
+def test_a_turn_that_did_not_load_what_it_is_about_is_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    genuine = load_bench._Store._first_token
+
+    def forgetful(self: load_bench._Store, engine: TimedEngine, way: str) -> None:
+        genuine(self, engine, RECOMPUTE if way == LOAD else way)
+
+    monkeypatch.setattr(load_bench._Store, "_first_token", forgetful)
+    code, written = measure(tmp_path)
+    assert code == 1
+    assert "always load: 0 tokens came from NVMe and 0 were reused" in written["config"]["invalid"][0]["reason"]
+
+
 @pytest.mark.parametrize("plan", [LoadPlan((1000,), (4,), (1e6,), 3, 1.0), LoadPlan((), (4,), (1e6,), 3, 1.0),
                                   LoadPlan((8192,), (0,), (1e6,), 3, 1.0), LoadPlan((8192,), (4,), (0.0,), 3, 1.0),
                                   LoadPlan((8192,), (4,), (1e6,), 0, 1.0)])

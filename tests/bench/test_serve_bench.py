@@ -216,12 +216,20 @@ def test_the_engine_of_the_demo_serves_all_points(chat_model_folder: Path, tmp_p
     from kvtier.bench.serve_transformers import TransformersMaker
     maker = TransformersMaker(str(chat_model_folder), "cpu")
     file = tmp_path / "serve.json"
-    assert measure_serve(maker, "transformers", replace(TINY, at_once=(2,), users=8, rounds=1, more_engines=True), tmp_path).finish(
-        file) == 0, capsys.readouterr().out
+    plan = replace(TINY, at_once=(2,), users=8, rounds=1, more_engines=True, warm_up=0)
+    assert measure_serve(maker, "transformers", plan, tmp_path).finish(file) == 0, capsys.readouterr().out
     found = json.loads(file.read_text())
     assert found["config"]["hit_tokens"]["serve/transformers/restart/2"]["nvme"] > 0
     assert found["config"]["hit_tokens"]["serve/transformers/returning/2"]["host"] > 0
     assert all("; 0 of" in note for note in found["config"]["notes"] if "answers differ" in note)
+
+
+def test_the_short_form_finds_something_on_every_level_it_is_about(chat_model_folder: Path, tmp_path: Path,
+                                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    from kvtier.bench.serve_transformers import TransformersMaker
+    maker = TransformersMaker(str(chat_model_folder), "cpu")
+    assert measure_serve(maker, "transformers", replace(ServePlan.usual(quick=True), rounds=2), tmp_path).finish(None) == 0, \
+        capsys.readouterr().out
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
