@@ -34,7 +34,7 @@ SAME_WORK: Final = ("quick", "device", "compiled", "direct_io")
 _SAME_MACHINE: Final = ("cpu", "cores", "last_level_cache_bytes", "memory_bytes", "gpu", "file_system", "mount")
 _MEMORY_SHARE: Final = 0.01  # the kernel takes a little more or less of it from start to start
 _SOFTWARE: Final = ("kernel", "python")
-_OUTCOMES: Final = frozenset({"notes", "invalid", "decisions", "matrix", "hit_tokens", "sections", "command"})  # of a run, not settings
+_OUTCOMES: Final = frozenset({"notes", "invalid", "decisions", "matrix", "hit_tokens", "losses", "sections", "command"})  # no settings
 
 
 class Verdict(enum.StrEnum):

@@ -70,11 +70,11 @@ class CopyPlan:
 
     @classmethod
     def for_this_machine(cls, quick: bool) -> list[CopyPlan]:
-        """Blocks of 2 MiB in detail, then from 64 KiB to 8 MiB. Pools of 8 times the last-level cache (quick: 4 times, at least
-        256 MiB, and fewer sizes); copies inside a pool use halves."""
-        pool_bytes = max(256 << 20, (4 if quick else 8) * last_level_cache_bytes())
+        """Blocks of 2 MiB in detail, then from 64 KiB to 8 MiB. Pools of 8 times the last-level cache (quick: twice, and fewer
+        sizes and rounds), at least 256 MiB; copies inside a pool use halves."""
+        pool_bytes = max(256 << 20, (2 if quick else 8) * last_level_cache_bytes())
         sizes = (2048, 256) if quick else (2048, 64, 256, 512, 1024, 8192)
-        return [cls(pool_bytes // (size * _KIB), max(8, BATCH_BYTES // (size * _KIB)), 9 if quick else (21 if size == 2048 else 11),
+        return [cls(pool_bytes // (size * _KIB), max(8, BATCH_BYTES // (size * _KIB)), 5 if quick else (21 if size == 2048 else 11),
                     group_of_size(size * _KIB), size == 2048) for size in sizes]
 
     @property

@@ -170,11 +170,14 @@ class Report:
         self.rows += other.rows
         self.notes += other.notes
         self.invalid |= other.invalid
+        self.baselines = tuple(dict.fromkeys((*self.baselines, *other.baselines)))
 
     def as_json(self) -> dict[str, object]:
         """The whole report as plain values."""
-        config = self._config | {"notes": list(self.notes),
+        config: dict[str, object] = self._config | {"notes": list(self.notes),
                                  "invalid": [{"name": name, "reason": reason} for name, reason in self.invalid.items()]}
+        if self.baselines:
+            config["losses"] = losses(self.rows, self.baselines)
         return {"kvtier": kvtier.__version__, "machine": self.machine, "config": config,
                 "results": [row.as_json() for row in self.rows]}
 
