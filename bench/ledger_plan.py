@@ -14,7 +14,7 @@ class LedgerPlan:
     """How much is measured. Lengths are in tokens, pools in blocks.
 
     Attributes:
-        rounds: recorded for each workload; fewer, but at least three, when its ``seconds`` are over before.
+        rounds: recorded for each workload; fewer, but at least five, when its ``seconds`` are over before.
         match_tokens: the prompt of W1 and W1S; in W1S others branch off after every ``branch_every`` blocks.
         insert_tokens, inserts: prompts of W2 and W3, and how many in one turn. In the rows that end in ``first`` a turn is one of them.
         evict_pools: W3's pools.

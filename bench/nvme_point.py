@@ -37,7 +37,7 @@ class NvmePlan:
 
     Attributes:
         num_blocks: blocks per file, a multiple of ``depth``.
-        rounds: recorded; fewer, but at least three, when ``seconds`` are over before.
+        rounds: recorded; fewer, but at least five, when ``seconds`` are over before.
         seconds: time allowed for the rounds.
         block_bytes: whole pages.
         depth: reads or writes in the drive at once, for everybody.
