@@ -63,7 +63,7 @@ def latent_attention(module: torch.nn.Module, query: torch.Tensor, place: LayerP
         ``[tokens, heads, value_dim]``.
     """
     heads, nope = query.shape[1], int(module.qk_nope_head_dim)  # type: ignore[arg-type]
-    weight = module.kv_b_proj.weight.view(heads, -1, module.kv_lora_rank)  # type: ignore[union-attr, operator]
+    weight = module.kv_b_proj.weight.view(heads, -1, int(module.kv_lora_rank))  # type: ignore[union-attr, operator, arg-type]
     absorbed = torch.einsum("thn,hnl->thl", query[..., :nope], weight[:, :nope])
     table, reading = step.tables[place.group], place.reading(scale, None)
     reading["value_scale"] = reading["key_scale"]  # one row is key and value

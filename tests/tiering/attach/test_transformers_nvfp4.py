@@ -19,8 +19,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from kvtier import ConfigError, KVCacheManager, Level, Request, RequestError, TierConfig
+from kvtier import ConfigError, KVCacheManager, KVLayout, Level, Request, RequestError, TierConfig
 from kvtier.kernels import dequantise_nvfp4, quantise_nvfp4
+from kvtier.pools.primary import PrimaryPool
 from kvtier.tiering.attach.serving_loop import ServingLoop
 from kvtier.tiering.attach.transformers import AttachedModel, layout_of
 from kvtier.tiering.attach.transformers_encoder import AttachedEncoderDecoder, digest_of
@@ -195,17 +196,14 @@ def test_a_row_has_half_a_byte_for_each_number_and_a_scale_for_sixteen():
 
 
 def test_heads_that_cannot_be_cut_into_sixteens_are_refused():
-    with pytest.raises(ConfigError, match="a row of 8 numbers.*a multiple of 16"):
+    with pytest.raises(ConfigError, match=r"a row of 8 numbers.*a multiple of 16"):
         layout_of(LlamaConfig(**SIZES), dtype="nvfp4")
 
 
 def test_pools_of_bytes_without_block_scales_are_refused():
-    model = make("llama")
-    plain = layout_of(model.config, dtype="float32", tokens_per_block=4)
-    cache = KVCacheManager(plain, TierConfig(primary="4 blocks", max_batch_size=1, max_seq_len=16))
-    with cache:
-        with pytest.raises(ConfigError, match="the pools store float32 as it is"):
-            AttachedModel(model, cache.pool(group=0).primary, key_scale=0.5)
+    pool = PrimaryPool(KVLayout.uniform(3, 2, 8, "uint8", 4).groups[0], 4, "cpu")
+    with pytest.raises(ConfigError, match="the pools are for 3 layers of attention full, 2x8 uint8"):
+        AttachedModel(make("llama"), pool)
 
 
 def test_a_global_scale_that_is_no_number_is_refused_at_the_first_token(attach, prompts):
