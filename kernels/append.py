@@ -71,10 +71,11 @@ def write_kv(pages: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None,
     check_same_device(_KERNEL, pages, key=key, value=value, table=table, sequence_of_token=sequence_of_token,
                       positions=positions, first_writable=first_writable)
     if checks_values(pages, check_values):
-        places.check_values(layer_pages)
+        places = places.checked(layer_pages)
     if key.shape[0]:
         values = None if value is None else value.detach()
-        kernel_paths(pages.device.type).append(stored, key.detach(), values, places, layer_pages.offset)
+        with torch.inference_mode():   # pages may have been made in it, and cannot be written outside then
+            kernel_paths(pages.device.type).append(stored, key.detach(), values, places, layer_pages.offset)
 
 
 def append_host(stored: StoredPages, key: torch.Tensor, value: torch.Tensor | None, places: TokenPlaces, layer_offset: int) -> None:

@@ -100,11 +100,12 @@ def fused_write(qkv: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, pla
         if rotary is not None:
             rotary.check_positions(_KERNEL, plan.rotary_positions)
         if update_kv_cache:
-            places.check_values(layer_pages)
+            places = places.checked(layer_pages)
     if tokens:
-        kernel_paths(pages.device.type).fused_write(
-            qkv.detach(), None if bias is None else bias.detach(), rotary, plan.rotary_positions, out.detach(), query_scale,
-            stored if update_kv_cache else None, places, layer_pages.heads, layer_pages.offset)
+        with torch.inference_mode():   # pages may have been made in it, and cannot be written outside then
+            kernel_paths(pages.device.type).fused_write(
+                qkv.detach(), None if bias is None else bias.detach(), rotary, plan.rotary_positions, out.detach(), query_scale,
+                stored if update_kv_cache else None, places, layer_pages.heads, layer_pages.offset)
     return out
 
 

@@ -52,7 +52,8 @@ def zero_value_tail(pages: torch.Tensor, table: torch.Tensor, lengths: torch.Ten
         _check_tails(layer_pages, table, lengths)
     if table.shape[0] and layers:
         offsets = range(layers.start * kv_factor, layers.stop * kv_factor, layers.step * kv_factor)
-        kernel_paths(pages.device.type).zero_tail(stored.values, stored.value_block_scales, table, lengths, offsets)
+        with torch.inference_mode():   # pages may have been made in it, and cannot be written outside then
+            kernel_paths(pages.device.type).zero_tail(stored.values, stored.value_block_scales, table, lengths, offsets)
 
 
 def _check_tails(layer_pages: LayerPages, table: torch.Tensor, lengths: torch.Tensor) -> None:

@@ -307,6 +307,9 @@ def decode_call(batch):
     ({"table_row": torch.zeros(1, 2, 6, dtype=torch.int32)}, "table_row has shape (1, 2, 6)"),
     ({"table_row": torch.full((2, 6), 10**6, dtype=torch.int32)}, "table[0, 0, 0]=1000000"),
     ({"layer": 3}, "layer=3"),
+    ({"past": 2.0}, "past=2.0: pass a whole number"),
+    ({"past": "2"}, "past='2': pass a whole number"),
+    ({"layer": 1.0}, "layer=1.0: pass a whole number"),
 ])
 def test_a_prefill_that_cannot_be_right_is_refused(paged, change, message):
     batch = paged([9, 5]).write_without_kernel()
