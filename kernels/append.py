@@ -57,6 +57,7 @@ def write_kv(pages: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None,
     layer_pages = LayerPages.of(_KERNEL, pages, layer=layer, num_layers=num_layers, kv_factor=kv_factor)
     stored = StoredPages.of(_KERNEL, pages, value_pages=value_pages, scale_pages=scale_pages, value_scale_pages=value_scale_pages,
                             key_scale=key_scale, value_scale=value_scale, kv_factor=kv_factor)
+    stored.check_written(_KERNEL)
     if (value is None) != (kv_factor == 1 and value_pages is None):
         given = "None" if value is None else "a tensor"
         raise RequestError(f"{_KERNEL}: value is {given} with kv_factor={kv_factor} and {'no ' if value_pages is None else ''}value_pages: "

@@ -49,6 +49,13 @@ def check_whole(kernel: str, **numbers: object) -> None:
             raise RequestError(f"{kernel}: {name}={number!r}: pass a whole number")
 
 
+def check_own_memory(kernel: str, name: str, tensor: torch.Tensor) -> None:
+    """Every number of a tensor that is written has memory of its own, as far as strides of 0 tell."""
+    if 0 in (stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
+        raise RequestError(f"{kernel}: {name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}: numbers share memory, and a "
+                           "write would land in several places; pass a tensor with memory of its own for each (not an expanded one)")
+
+
 def check_same_device(kernel: str, pages: torch.Tensor, **tensors: torch.Tensor | None) -> None:
     """All ``tensors`` are where the pages are."""
     for name, tensor in tensors.items():

@@ -65,6 +65,7 @@ def fused_write(qkv: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, pla
     layer_pages = LayerPages.of(_KERNEL, pages, layer=layer, num_layers=num_layers, kv_factor=kv_factor)
     stored = StoredPages.of(_KERNEL, pages, value_pages=value_pages, scale_pages=scale_pages, value_scale_pages=value_scale_pages,
                             key_scale=key_scale, value_scale=value_scale, kv_factor=kv_factor)
+    stored.check_written(_KERNEL)
     if kv_factor == 1 and value_pages is None:
         raise RequestError(f"{_KERNEL}: kv_factor=1 without value_pages: latent rows have no heads of queries; use append_mla")
     check_dtype(_KERNEL, "qkv", qkv, _INPUT_TYPES if stored.storage is not Storage.SAME else (pages.dtype,))

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.errors import RequestError
-from kvtier.kernels.checks import check_whole
+from kvtier.kernels.checks import check_own_memory, check_whole
 from kvtier.kernels.dispatch import kernel_paths
 
 _KERNEL = "copy_partial_blocks"
@@ -60,9 +60,7 @@ def copy_partial_blocks(destination: torch.Tensor, source: torch.Tensor, pairs: 
     tokens = num_tokens if 0 < num_tokens < tokens_per_block else tokens_per_block
     if not pairs:
         return
-    if 0 in (stride for stride, size in zip(destination.stride(), destination.shape, strict=True) if size > 1):
-        raise RequestError(f"{_KERNEL}: destination has strides {destination.stride()}: its blocks overlap each other; pass a tensor "
-                           "with memory of its own for every number")
+    check_own_memory(_KERNEL, "destination", destination)
     if (destination.data_ptr(), destination.stride()) == (source.data_ptr(), source.stride()):
         if both := sorted(set(written).intersection(read)):
             raise RequestError(f"{_KERNEL}: slot {both[0]} is both read and written in one call: pairs are carried out in no "
