@@ -33,10 +33,11 @@ def tokens_per_piece(context: PagedContext) -> int:
     return max(context.tokens_per_block, min(tokens, _MOST_TOKENS))
 
 
-def is_read_in_place(context: PagedContext) -> bool:
-    """Whether decode reads this layer's pages one by one where they lie."""
+def is_read_in_place(context: PagedContext, is_half: bool) -> bool:
+    """Whether decode reads this layer's pages one by one where they lie. With ``is_half``, for torch's own attention over numbers of 16
+    bits, which starts slower than a product."""
     numbers = context.tokens_per_block * context.heads * min(context.stored.key_dim, context.value_dim)
-    return context.source_rows is None and numbers >= PAGE_NUMBERS
+    return context.source_rows is None and numbers >= PAGE_NUMBERS * (2 if is_half else 1)
 
 
 class _Tiles:
