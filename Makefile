@@ -13,7 +13,7 @@ IN_PARALLEL := -n 2 --dist worksteal
 test test-compiled fuzz-ledger: export OMP_NUM_THREADS ?= 1
 PURE_TESTS := $(wildcard tests/policies tests/tiering/ledger tests/cases) $(wildcard tests/tiering/test_manager_b[al]*.py tests/tiering/test_manager_r[eu]*.py)
 
-.PHONY: venv demo test types lint compiled test-compiled bench-ledger fuzz-ledger soak test-gpu test-vllm wheel clean
+.PHONY: venv demo test types lint compiled test-compiled bench-ledger fuzz-ledger soak reference test-gpu test-vllm wheel clean
 
 venv: $(READY)
 
@@ -66,6 +66,10 @@ fuzz-ledger: $(READY)
 MINUTES ?= 10
 soak: $(READY)
 	$(BIN)/python scripts/soak.py --minutes $(MINUTES) $(ARGS)
+
+# The pages of docs/reference/, from the code.
+reference: $(READY)
+	PYTHONPATH="$$($(BIN)/python scripts/stage.py)" $(BIN)/python scripts/reference.py
 
 # For a machine with a GPU that has torch, triton and cupy already; installs nothing, so it takes the system's Python.
 test-gpu:
