@@ -35,7 +35,8 @@ REQUIRED = inspect.Parameter.empty
 NAMES = {"KVCacheManager", "TierIndex", "TierWorker", "KVLayout", "LayerSpec", "TierConfig", "Request", "RetentionConfig", "RetentionLevel",
          "TokenRange",
          "MultimodalItem", "Level", "TransferMode", "KVTierError", "ConfigError", "RequestError", "UnknownRequest", "UnknownBlock",
-         "CapacityError", "TransferError", "CorruptBlock", "LedgerError"}
+         "CapacityError", "TransferError", "CorruptBlock", "LedgerError", "BlockExporter", "BlockImporter", "HandoverFolder",
+         "HandoverTicket"}
 
 # Arguments without self, in order, with their defaults.
 METHODS: dict[str, dict[str, object]] = {
