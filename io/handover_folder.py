@@ -99,8 +99,7 @@ class HandoverFolder:
         try:
             with self._alone():
                 self._require_room(num_bytes)
-                file = self._create(_part_of(name))
-                os.ftruncate(file, num_bytes)  # counts from here on
+                file = self._create(_part_of(name), num_bytes)
             try:
                 os.posix_fallocate(file, 0, num_bytes)  # so that a full file system is an error here, and not in the middle
             except BaseException:
@@ -179,12 +178,18 @@ class HandoverFolder:
         except OSError as error:
             raise TransferError(f"{self.directory}: {error.strerror}") from error
 
-    def _create(self, name: str) -> int:
+    def _create(self, name: str, num_bytes: int) -> int:
         while True:
             file = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            # Somebody who collected before it was locked took it for a dead writer's.
-            if lock_byte(file, WRITER) and os.fstat(file).st_nlink:
-                return file
+            try:
+                os.ftruncate(file, num_bytes)  # what it will take counts from here on
+                # Somebody who collects before it is locked takes it for a dead writer's.
+                if lock_byte(file, WRITER) and os.fstat(file).st_nlink:
+                    return file
+            except OSError:
+                self.unlink(name)
+                os.close(file)
+                raise
             os.close(file)
 
     def _require_room(self, num_bytes: int) -> None:

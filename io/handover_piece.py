@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import CorruptBlock, TransferError
-from kvtier.io.byte_locks import lock_byte
+from kvtier.io.byte_locks import is_locked, lock_byte
 from kvtier.io.checksum import CHECKSUM_BYTES, block_checksum, page_checksum
-from kvtier.io.handover_folder import FIRST_READER, HandoverFolder, turn
+from kvtier.io.handover_folder import FIRST_READER, MOST_READERS, HandoverFolder, turn
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -144,13 +144,15 @@ class PieceReader:
         if os.fstat(self._file).st_nlink == 0 or self._folder.is_over(self.name):
             raise PieceGone(f"{path}: has been taken already, or its time is over")
         seats: int = _SEATS.unpack(_read(self._file, bytearray(_SEATS.size), 0))[0]
-        if seats not in (0, num_ranks):
+        # Ranks of another number that have taken nothing and are gone do not count.
+        if seats not in (0, num_ranks) and (is_locked(self._file, FIRST_READER, MOST_READERS) or any(
+                _read(self._file, bytearray(MOST_READERS), _MARKS))):
             raise PieceGone(f"{path}: is being taken by {seats} ranks, this is one of {num_ranks}")
         if self._has_taken(self._rank):
             raise PieceGone(f"{path}: rank {self._rank} has taken it already")
         if not lock_byte(self._file, FIRST_READER + self._rank):
             raise PieceBusy(f"{path}: another process with rank {self._rank} is reading it")
-        if not seats:
+        if seats != num_ranks:
             _write(self._file, memoryview(_SEATS.pack(num_ranks)), 0)
 
     def read(self, group: int, first: int, keys: Sequence[bytes], positions: Sequence[int]) -> Bytes:

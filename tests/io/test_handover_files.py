@@ -120,6 +120,13 @@ def test_every_rank_takes_it_once_and_the_last_one_removes_it(folder: HandoverFo
     assert files(folder) == []
 
 
+def test_ranks_of_another_number_that_took_nothing_are_not_in_the_way(folder: HandoverFolder) -> None:
+    name, digest = hand_over(folder)
+    reader(folder, name, digest, 1, 4, range(4)).release()
+    reader(folder, name, digest).acknowledge()
+    assert files(folder) == []
+
+
 def test_after_the_deadline_nothing_is_read_and_anybody_removes_it(folder: HandoverFolder, clock: Clock) -> None:
     name, digest = hand_over(folder)
     clock.now += LIFETIME + 1

@@ -184,6 +184,17 @@ def test_several_requests_of_one_step_are_filled(kind: str, prefill: Make, decod
 # -- whose blocks ------------------------------------------------------------------------------------------------------------
 
 
+def test_caches_without_reuse_hand_over_all_the_same(prefill: Make, decode: Make) -> None:
+    here, there = (make(enable_block_reuse=False, secondary=0) for make in (decode, prefill))
+    known, ticket = there.hand_over(tokens_of(1, 14))
+    here.importer.offer(ticket)
+    [admission] = here.engine.admit(Request(1, known))
+    assert admission.external_tokens == 0, "nothing is asked for"
+    assert here.importer.fill(1) == 14
+    here.engine.sequences[1].computed = 14
+    here.finish()
+
+
 def test_namespaces_are_kept_apart(prefill: Make, decode: Make) -> None:
     here, there = decode(), prefill()
     same = {"cache_salt": "tenant", "lora_id": 3, "lora_digest": DIGEST}

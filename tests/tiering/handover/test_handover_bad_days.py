@@ -205,6 +205,19 @@ def test_a_request_that_is_removed_while_it_is_filled_leaves_the_ticket(prefill:
     assert here.serve(known, 2) == 21
 
 
+def test_blocks_that_somebody_else_holds_are_not_written(prefill: Make, decode: Make, folder: HandoverFolder) -> None:
+    here = decode()
+    known, ticket = prefill().hand_over(PROMPT)
+    here.importer.offer(ticket)
+    here.engine.admit(Request(1, known))
+    with here.cache.pin(1):
+        assert here.importer.fill(1) == 0
+    assert len(files(folder)) == 1
+    assert here.importer.fill(1) == 21
+    here.engine.sequences[1].computed = 21
+    here.finish()
+
+
 def test_two_that_want_the_same_ticket_at_the_same_time(prefill: Make, decode: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     here, elsewhere = decode(), decode()
     known, ticket = prefill().hand_over(PROMPT)
