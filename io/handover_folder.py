@@ -128,7 +128,7 @@ class HandoverFolder:
 
     def open(self, name: str) -> int | None:
         """A complete file, open; None when there is none of this name, or its time is over."""
-        if self.is_over(name):
+        if not name.endswith(".kv") or self.is_over(name):
             return None
         try:
             return os.open(self.directory / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -151,15 +151,25 @@ class HandoverFolder:
         return self._clock()
 
     def remove(self, name: str) -> bool:
-        """Remove a complete file that nobody is reading. False when it was gone, or is being read."""
-        return self._remove_idle(name)
+        """Remove a file that nobody is reading or writing. False when it was gone, or somebody is."""
+        with suppress(OSError, TransferError):  # gone meanwhile, or somebody is looking at it now
+            file = os.open(self.directory / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                with turn(file, 0.0):
+                    if os.fstat(file).st_nlink == 0 or is_locked(file, WRITER) or is_locked(file, FIRST_READER, MOST_READERS):
+                        return False
+                    os.unlink(self.directory / name)
+                    return True
+            finally:
+                os.close(file)
+        return False
 
     def collect(self) -> int:
         """Remove files whose deadline has passed, and those whose writers were killed. Not while somebody reads or writes them.
 
         Returns how many there were.
         """
-        return sum(self._remove_idle(name) for name in self._names() if name.endswith(".part") or self.is_over(name))
+        return sum(self.remove(name) for name in self._names() if name.endswith(".part") or self.is_over(name))
 
     @property
     def used_bytes(self) -> int:
@@ -223,19 +233,6 @@ class HandoverFolder:
         finally:
             os.close(folder)
 
-    def _remove_idle(self, name: str) -> bool:
-        with suppress(OSError):  # gone meanwhile
-            file = os.open(self.directory / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                with turn(file):
-                    if os.fstat(file).st_nlink == 0 or is_locked(file, WRITER) or is_locked(file, FIRST_READER, MOST_READERS):
-                        return False
-                    os.unlink(self.directory / name)
-                    return True
-            finally:
-                os.close(file)
-        return False
-
     def unlink(self, name: str) -> None:
         """Remove a file, whoever uses it. It stays usable to those who have it open."""
         with suppress(OSError):
@@ -243,12 +240,12 @@ class HandoverFolder:
 
 
 @contextmanager
-def turn(file: int) -> Iterator[None]:
-    """Nobody else looks at the file's state or changes it meanwhile. TransferError when another process keeps its turn for ever."""
-    deadline = time.monotonic() + _TURN_SECONDS
+def turn(file: int, timeout: float = _TURN_SECONDS) -> Iterator[None]:
+    """Nobody else looks at the file's state or changes it meanwhile. TransferError when others keep their turn for ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
     while not lock_byte(file, TURN):
-        if time.monotonic() > deadline:
-            raise TransferError(f"a handed over file has been locked by another process for {_TURN_SECONDS:.0f} s")
+        if time.monotonic() >= deadline:
+            raise TransferError(f"a handed over file has been locked by another process for {timeout:.0f} s")
         time.sleep(_PAUSE)
     try:
         yield

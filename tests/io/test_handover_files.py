@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import uuid
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -249,6 +250,38 @@ def flip(folder: HandoverFolder, name: str, place: int, bit: int) -> None:
         byte = file.read(1)[0]
         file.seek(place)
         file.write(bytes([byte ^ 1 << bit]))
+
+
+def test_of_many_that_want_it_at_once_one_has_it(folder: HandoverFolder) -> None:
+    for _ in range(5):
+        name, digest = hand_over(folder)
+        taken: list[int] = []
+        begin = threading.Barrier(6)
+
+        def take(number: int, name: str = name, digest: bytes = digest, begin: threading.Barrier = begin, taken: list[int] = taken) -> None:
+            begin.wait(30)
+            while True:
+                folder.collect()
+                try:
+                    piece = reader(folder, name, digest)
+                except PieceBusy:
+                    continue
+                except PieceGone:
+                    return
+                assert len(piece.read(0, 0, KEYS, range(5))) == 5
+                if number % 2:  # it has changed its mind
+                    piece.release()
+                    return
+                piece.acknowledge()
+                taken.append(number)
+
+        threads = [threading.Thread(target=take, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(taken) == 1
+        assert files(folder) == []
 
 
 # -- killed processes ----------------------------------------------------------------------------------------------------

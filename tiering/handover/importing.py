@@ -16,6 +16,7 @@ from kvtier.tiering.handover.block_rows import write_rows
 from kvtier.tiering.handover.shards import Shard, heads_of, require_same_content
 from kvtier.tiering.handover.taking import Taking, claim
 from kvtier.tiering.handover.ticket import BlockNames, HandoverPiece, HandoverTicket
+from kvtier.tiering.ledger.group import WINDOW
 from kvtier.tiering.ledger.key import TokenKeys
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.request import Request
@@ -302,7 +303,7 @@ class BlockImporter:
 
     @property
     def _has_windows(self) -> bool:
-        return any(group.window is not None for group in self.cache.layout.groups)
+        return any(geometry.kind == WINDOW for geometry in self._geometries)
 
     def _slots(self, ledger: Ledger, request_id: int, taking: Taking, first: int) -> tuple[Slots, int]:
         """Where the handed over blocks go, and how many tokens that is: up to the first block that somebody else holds, too."""
