@@ -149,6 +149,21 @@ def test_all_ranks_go_on_from_where_the_worst_of_them_can(kind: str, damaged: in
         side.finish(answer=3)
 
 
+def test_windows_filled_for_a_longer_prefix_are_not_used_for_a_shorter_one(make_cache: Make, folder: HandoverFolder) -> None:
+    """One rank has taken everything in; the other one's part is damaged, and it has two blocks of its own."""
+    exporting = sides(make_cache, folder, 2, "windows", Prefill)
+    importing = sides(make_cache, folder, 2, "windows", Decode, allreduce_min=Reduce(2))
+    importing[1].engine.serve(Request(7, PROMPT[:9]))
+    known, ticket = hand_over(exporting, PROMPT)
+    for side in importing:
+        side.importer.offer(ticket)
+    flip(folder, -1, name=ticket.pieces[1].file)
+    assert fill_all(importing, known) == [0, 0]
+    for side, there in zip(importing, (0, 8), strict=True):
+        side.engine.sequences[1].computed = there
+        side.finish(answer=3)
+
+
 def test_a_rank_without_the_ticket_holds_the_others_back(make_cache: Make, folder: HandoverFolder) -> None:
     [there] = sides(make_cache, folder, 1, "windows", Prefill)
     importing = sides(make_cache, folder, 2, "windows", Decode, allreduce_min=Reduce(2))
