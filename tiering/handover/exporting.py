@@ -62,16 +62,20 @@ class BlockExporter:
         self._lock = threading.Lock()
         self._outstanding: list[HandoverTicket] = []
 
-    def export(self, request_id: int) -> HandoverTicket:
+    def export(self, request_id: int, skip_tokens: int = 0) -> HandoverTicket:
         """Hand over what is computed of an active sequence: call it between steps, when the prompt is computed. It stays as it is.
 
         It returns when all bytes are copied; an engine that cannot wait calls it in a thread of its own, and may remove the sequence
         meanwhile. With several ranks each exports its part, and ``HandoverTicket.joined`` makes one ticket of all.
 
+        Args:
+            skip_tokens: leading tokens that the importing side has (its ``probe_prefix_tokens`` says so): their full blocks are left out.
+                Who does not have them after all cannot use the ticket.
+
         Raises:
             UnknownRequest: no such sequence.
-            RequestError: nothing is computed; several beams; an adapter or extra ids without a digest, which mean nothing to another
-                process; reused blocks still arriving, or lost (ask ``wait_ready``).
+            RequestError: nothing is computed, or no more than ``skip_tokens``; several beams; an adapter or extra ids without a digest,
+                which mean nothing to another process; reused blocks still arriving, or lost (ask ``wait_ready``).
             CapacityError: the folder has no room: let the other process compute the prompt, or wait.
             TransferError: the file could not be written. Nothing is left behind.
         """
@@ -84,6 +88,9 @@ class BlockExporter:
             num_tokens = sequence.computed
             if num_tokens == 0:
                 raise RequestError(f"request {request_id}: nothing of it is computed; call mark_computed before export")
+            if isinstance(skip_tokens, bool) or not isinstance(skip_tokens, int) or not 0 <= skip_tokens < num_tokens:
+                raise RequestError(f"request {request_id}: skip_tokens={skip_tokens!r}; {num_tokens} tokens are computed, and at least the "
+                                   "last one is handed over")
             if sequence.beam_width > 1:
                 raise RequestError(f"request {request_id}: beam_width={sequence.beam_width}; a sequence of one beam is handed over, the "
                                    "decoding process may begin the beams")
@@ -92,7 +99,7 @@ class BlockExporter:
                                    "extra_ids_digest, too")
             names, width = BlockNames(self.shard.seed, sequence.request, sequence.keys), cache.layout.tokens_per_block
             keys = tuple(names.name(number, min(width, num_tokens - start)) for number, start in enumerate(range(0, num_tokens, width)))
-            places = [_places(row, len(keys)) for row in sequence.rows]
+            places = [_places(row, skip_tokens // width, len(keys)) for row in sequence.rows]
             lease = Lease(cache, ledger.pin(request_id))
         try:
             ticket = self._write(num_tokens, keys, places)
@@ -150,10 +157,11 @@ class BlockExporter:
             torch.cuda.synchronize(device)  # the engine writes on a stream that only it knows
 
 
-def _places(row: SequenceRow, num_blocks: int) -> dict[int, int]:
-    """Slots by position, of the blocks that the row has."""
+def _places(row: SequenceRow, first: int, end: int) -> dict[int, int]:
+    """Slots by position in ``[first, end)``, of the blocks that the row has."""
     places: dict[int, int] = {}
-    for position, block in enumerate(row.blocks[:num_blocks]):
+    for position in range(first, end):
+        block = row.blocks[position]
         if block.id >= 0:
             assert level_of(block.index) == PRIMARY, f"block {block.id} of an active sequence"
             places[position] = int(slot_of(block.index))

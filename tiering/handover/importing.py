@@ -63,7 +63,8 @@ class BlockImporter:
             one of ``TierConfig``. All ranks then call ``fill`` for the same requests in the same order.
 
     Raises:
-        ConfigError: as of ``BlockExporter``; ``chunk_size`` in a model with windows; more than 2,048 ranks.
+        ConfigError: as of ``BlockExporter``; ``chunk_size`` in a model with windows; more than 2,048 ranks; a cache with another inbound
+            hook.
 
     Thread-safe; each request is filled by one thread.
     """
@@ -84,8 +85,10 @@ class BlockImporter:
             if ledger.is_chunked:
                 raise ConfigError(f"chunk_size={cache.config.chunk_size}: blocks that are handed over fill a prompt's windows at once; "
                                   "leave chunk_size out where prompts are taken in")
+            if ledger.inbound is not None:
+                raise ConfigError(f"cache: it asks {ledger.inbound!r} already for tokens from elsewhere; close that, or set_inbound(None)")
             self._geometries = ledger.geometries
-        cache.set_inbound(self)
+            ledger.inbound = self
 
     # -- tickets ---------------------------------------------------------------------------------------------------------
 

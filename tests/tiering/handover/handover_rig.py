@@ -41,10 +41,11 @@ class Prefill:
             self.engine.sample(request_id)
         return sequence.beams[0]
 
-    def hand_over(self, tokens: Sequence[int], request_id: int = 1, **keywords: Any) -> tuple[list[int], HandoverTicket]:
+    def hand_over(self, tokens: Sequence[int], request_id: int = 1, skip_tokens: int = 0,
+                  **keywords: Any) -> tuple[list[int], HandoverTicket]:
         """Compute a prompt, export and forget it. Returns what the other side is told."""
         known = list(self.compute(tokens, request_id, **keywords))
-        ticket = self.exporter.export(request_id)
+        ticket = self.exporter.export(request_id, skip_tokens)
         self.engine.remove(request_id)
         assert self.cache.stats().leases == 0
         self.cache.verify()

@@ -138,6 +138,33 @@ def test_a_turn_of_a_conversation_hands_over_what_is_new(kind: str, prefill: Mak
         here.importer.offer(ticket)
 
 
+@pytest.mark.parametrize("kind", ["sinks", "mla"])
+def test_what_is_there_already_need_not_be_handed_over(kind: str, prefill: Make, decode: Make, folder: HandoverFolder) -> None:
+    here, there, elsewhere = decode(LAYOUTS[kind]), prefill(LAYOUTS[kind]), decode(LAYOUTS[kind])
+    history = tokens_of(1, 14)
+    here.serve(history, answer=0)
+    prompt = tokens_of(1, 30)
+    known, ticket = there.hand_over(prompt, skip_tokens=here.cache.probe_prefix_tokens(Request(1, prompt)))
+    sizes = [sum(end - begin for begin, end in ranges) for ranges in ticket.positions]
+    assert max(sizes) == 5, "three blocks of eight are there"
+    for side in (here, elsewhere):
+        side.importer.offer(ticket)
+    assert elsewhere.serve(known) == 0, "it lacks what was left out"
+    assert len(files(folder)) == 1
+    assert here.serve(known, 2) == 30
+    assert files(folder) == []
+
+
+@pytest.mark.parametrize("skip_tokens", [-1, 14, 15, True, None, 4.0])
+def test_something_must_be_left_to_hand_over(skip_tokens: Any, prefill: Make) -> None:
+    there = prefill()
+    there.compute(tokens_of(1, 14))
+    with pytest.raises(RequestError, match="skip_tokens"):
+        there.exporter.export(1, skip_tokens)
+    assert there.exporter.export(1, 13).positions == (((3, 4),),)
+    there.engine.remove(1)
+
+
 def test_of_several_tickets_the_longest_is_used_and_the_others_stay(prefill: Make, decode: Make, folder: HandoverFolder) -> None:
     here, there = decode(), prefill()
     tickets = [there.hand_over(tokens_of(1, count), count) for count in (9, 17, 13)]
@@ -235,6 +262,12 @@ def test_an_importer_that_is_closed_is_no_longer_asked(prefill: Make, decode: Ma
     importer.close()
     [admission] = here.engine.admit(Request(1, known))
     assert admission.external_tokens == 0
+    BlockImporter(here.cache, importer.folder)
+    with pytest.raises(ConfigError, match="close that"):
+        BlockImporter(here.cache, importer.folder)
+    importer.close()  # not the other one
+    with pytest.raises(ConfigError, match="close that"):
+        BlockImporter(here.cache, importer.folder)
     here.cache.close()
     importer.close()
 
