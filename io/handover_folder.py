@@ -2,7 +2,7 @@
 
 Each handover is a file, and all that two processes must agree on lies in the file system, which outlives both of them:
 
-* ``<id>-<deadline>.part`` is being written. Its writer holds a lock on it, which ends with the process.
+* ``<id>-0.part`` is being written. Its writer holds a lock on it, which ends with the process.
 * ``<id>-<deadline>.kv`` is complete and may be read until its deadline (milliseconds of wall-clock time). A reader holds a lock on it while
   it reads, and removes it when it has what it wanted: so it is handed over once, and a reader that dies has taken nothing.
 
@@ -88,22 +88,22 @@ class HandoverFolder:
 
     # -- writing ---------------------------------------------------------------------------------------------------------
 
-    def create(self, num_bytes: int, deadline: float) -> tuple[int, str]:
-        """A new file that nobody sees yet, with all its memory. Returns it, open and locked, and the name that it will have.
+    def create(self, num_bytes: int) -> tuple[int, str]:
+        """A new file that nobody may read yet, with all its memory. Returns it, open and locked, and its name.
 
         Raises:
             CapacityError: the folder, its file system or the host's memory has too little room.
             TransferError: the file cannot be made.
         """
-        name = f"{uuid.uuid4().hex}-{math.ceil(deadline * 1000)}.kv"
+        name = f"{uuid.uuid4().hex}-0.part"
         try:
             with self._alone():
                 self._require_room(num_bytes)
-                file = self._create(_part_of(name), num_bytes)
+                file = self._create(name, num_bytes)
             try:
                 os.posix_fallocate(file, 0, num_bytes)  # so that a full file system is an error here, and not in the middle
             except BaseException:
-                self.unlink(_part_of(name))
+                self.unlink(name)
                 os.close(file)
                 raise
         except OSError as error:
@@ -113,16 +113,15 @@ class HandoverFolder:
             raise TransferError(f"{self.directory}: a file of {format_bytes(num_bytes)} cannot be made: {error.strerror}") from error
         return file, name
 
-    def publish(self, name: str) -> None:
-        """The file is complete: readers may open it by its name. TransferError when it cannot be renamed."""
+    def publish(self, name: str, deadline: float) -> str:
+        """The file is complete. Returns the name under which readers open it until the deadline, in wall-clock seconds. TransferError when
+        it cannot be renamed."""
+        published = f"{name.partition('-')[0]}-{math.ceil(deadline * 1000)}.kv"
         try:
-            os.rename(self.directory / _part_of(name), self.directory / name)
+            os.rename(self.directory / name, self.directory / published)
         except OSError as error:
             raise TransferError(f"{self.directory / name}: {error.strerror}") from error
-
-    def abandon(self, name: str) -> None:
-        """The file will not be completed."""
-        self.unlink(_part_of(name))
+        return published
 
     # -- reading ---------------------------------------------------------------------------------------------------------
 
@@ -251,7 +250,3 @@ def turn(file: int, timeout: float = _TURN_SECONDS) -> Iterator[None]:
         yield
     finally:
         unlock_byte(file, TURN)
-
-
-def _part_of(name: str) -> str:
-    return name.removesuffix(".kv") + ".part"

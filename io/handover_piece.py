@@ -68,11 +68,11 @@ class PieceWriter:
         CapacityError, TransferError: as ``HandoverFolder.create``.
     """
 
-    def __init__(self, folder: HandoverFolder, shape: PieceShape, deadline: float) -> None:
+    def __init__(self, folder: HandoverFolder, shape: PieceShape) -> None:
         self.shape = shape
         self._folder = folder
         self._table = bytearray(shape.table_bytes)
-        self._file, self.name = folder.create(shape.num_bytes, deadline)
+        self._file, self.name = folder.create(shape.num_bytes)
         self._is_published = False
 
     def write(self, group: int, first: int, rows: Bytes, keys: Sequence[bytes], positions: Sequence[int]) -> None:
@@ -85,10 +85,11 @@ class PieceWriter:
             self._table[place:place + CHECKSUM_BYTES] = block_checksum(row, key, group, position)
         _write(self._file, rows.reshape(-1).data, self.shape.offset(group, first))
 
-    def finish(self) -> bytes:
-        """Everything is written: readers may have it. Returns the digest (16 bytes) that the ticket carries."""
+    def finish(self, deadline: float) -> bytes:
+        """Everything is written: readers may have it until the deadline (wall-clock seconds), under what is its :attr:`name` from now on.
+        Returns the digest (16 bytes) that the ticket carries."""
         _write(self._file, memoryview(self._table), _PAGE)
-        self._folder.publish(self.name)
+        self.name = self._folder.publish(self.name, deadline)
         self._is_published = True
         return page_checksum(memoryview(self._table))
 
@@ -97,7 +98,7 @@ class PieceWriter:
 
     def __exit__(self, *_details: object) -> None:
         if not self._is_published:
-            self._folder.abandon(self.name)
+            self._folder.unlink(self.name)
         os.close(self._file)
 
 

@@ -57,11 +57,11 @@ def write(folder: HandoverFolder, writer: PieceWriter) -> bytes:
     for group in (0, 2):
         count = SHAPE.num_blocks[group]
         writer.write(group, 0, content(group), KEYS[:count], range(count))
-    return writer.finish()
+    return writer.finish(folder.now() + LIFETIME)
 
 
 def hand_over(folder: HandoverFolder) -> tuple[str, bytes]:
-    with PieceWriter(folder, SHAPE, folder.now() + LIFETIME) as writer:
+    with PieceWriter(folder, SHAPE) as writer:
         digest = write(folder, writer)
         return writer.name, digest
 
@@ -89,10 +89,11 @@ def test_what_was_written_is_read_and_gone_once_it_is_acknowledged(folder: Hando
 
 
 def test_a_file_is_not_seen_before_it_is_complete(folder: HandoverFolder) -> None:
-    with PieceWriter(folder, SHAPE, folder.now() + LIFETIME) as writer:
-        assert not folder.has(writer.name)
-        with pytest.raises(PieceGone):
-            reader(folder, writer.name, bytes(16))
+    with PieceWriter(folder, SHAPE) as writer:
+        assert files(folder) == [writer.name]
+        for name in (writer.name, writer.name.replace(".part", ".kv")):
+            with pytest.raises(PieceGone):
+                reader(folder, name, bytes(16))
         assert folder.collect() == 0  # its writer lives
     assert files(folder) == []
 
@@ -290,7 +291,7 @@ def test_of_many_that_want_it_at_once_one_has_it(folder: HandoverFolder) -> None
 def hang(directory: Path, what: str, name: str, digest: bytes, connection: Connection) -> None:
     folder = HandoverFolder(directory, "1MiB", Clock())
     if what == "write":
-        held: object = PieceWriter(folder, SHAPE, folder.now() + LIFETIME)
+        held: object = PieceWriter(folder, SHAPE)
     else:
         held = reader(folder, name, digest)
     connection.send(what)

@@ -57,7 +57,7 @@ class BlockExporter:
                  total_kv_heads: int | Sequence[int] | None = None) -> None:
         self.cache = cache
         self.folder = folder
-        self.lifetime = arguments.positive_number("lifetime", lifetime)
+        self.lifetime = min(arguments.positive_number("lifetime", lifetime), arguments.LONGEST)
         self.shard = Shard.of(cache.layout, cache.model, cache.config.rank, cache.config.num_ranks, total_kv_heads)
         self._lock = threading.Lock()
         self._outstanding: list[HandoverTicket] = []
@@ -123,10 +123,12 @@ class BlockExporter:
 
     def withdraw(self, ticket: HandoverTicket) -> bool:
         """Take a handover back, as far as nobody has taken it. False when somebody has, or is about to."""
+        own = [piece for piece in ticket.pieces if piece.file and piece.rank == self.shard.rank]
+        if not own or not self.folder.remove(own[0].file):
+            return False
         with self._lock:
-            self._outstanding = [other for other in self._outstanding if other != ticket]
-        own = [piece.file for piece in ticket.pieces if piece.file and piece.rank == self.shard.rank]
-        return bool(own) and all(self.folder.remove(file) for file in own)
+            self._outstanding = [other for other in self._outstanding if other.pieces != (own[0],)]
+        return True
 
     @property
     def outstanding(self) -> int:
@@ -136,18 +138,19 @@ class BlockExporter:
 
     def _write(self, num_tokens: int, keys: tuple[bytes, ...], places: list[dict[int, int]]) -> HandoverTicket:
         shard = self.shard
-        deadline = self.folder.now() + self.lifetime
         shape = PieceShape(shard.piece_bytes(shard.rank, shard.num_ranks), tuple(len(slots) for slots in places))
-        file, digest = "", bytes(16)
+        file, digest, deadline = "", bytes(16), self.folder.now() + self.lifetime
         if any(size and count for size, count in zip(shape.block_bytes, shape.num_blocks, strict=True)):
-            with PieceWriter(self.folder, shape, deadline) as writer:
+            with PieceWriter(self.folder, shape) as writer:
                 self._synchronize()
                 for group, slots in enumerate(places):
                     if shape.block_bytes[group]:
                         for first, run in runs_of(list(slots), shard.layout.groups[group].block_bytes):
                             rows = read_rows(self.cache.pool(group).primary, [slots[position] for position in run])
                             writer.write(group, first, shard.extract(group, rows), [keys[position] for position in run], run)
-                file, digest = writer.name, writer.finish()
+                deadline = self.folder.now() + self.lifetime
+                digest = writer.finish(deadline)
+                file = writer.name
         return HandoverTicket(shard.content, shard.num_ranks, num_tokens, keys, tuple(_ranges(list(slots)) for slots in places), deadline,
                               (HandoverPiece(shard.rank, file, digest),))
 

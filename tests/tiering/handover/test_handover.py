@@ -370,6 +370,13 @@ def test_a_lifetime_is_a_positive_number(lifetime: Any, make_cache: Make, folder
         BlockExporter(make_cache(), folder, lifetime=lifetime)
 
 
+def test_a_very_long_lifetime_is_one(make_cache: Make, decode: Make, folder: HandoverFolder) -> None:
+    here, there = decode(), Prefill(make_cache(), folder, lifetime=1e200)
+    known, ticket = there.hand_over(tokens_of(1, 14))
+    assert here.importer.offer(ticket.to_json())
+    assert here.serve(known) == 14
+
+
 @both_folders
 def test_a_withdrawn_handover_is_gone_and_one_that_is_taken_cannot_be_withdrawn(prefill: Make, decode: Make,
                                                                                 folder: HandoverFolder) -> None:
