@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Final
@@ -10,6 +11,7 @@ from typing import Final
 from kvtier.errors import TransferError
 from kvtier.tiering import hang_watch
 from kvtier.tiering.run_queue import RunQueue
+from kvtier.tiering.staging import Staging
 from kvtier.tiering.transfer_graph import TransferNode
 
 _log = logging.getLogger(__name__)
@@ -28,6 +30,22 @@ def hand_back(call: Callable[..., None], *arguments: object) -> None:
         call(*arguments)
     except Exception:
         _log.exception("handing back a file operation failed")
+
+
+def take_buffer(staging: Staging, node: TransferNode, is_closing: Callable[[], bool]) -> int:
+    """A staging buffer for a node, waited for.
+
+    Raises:
+        TransferError: none came free in time, or the manager is being closed.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while not is_closing():
+        buffer = staging.take(LOOK_UP)
+        if buffer is not None:
+            return buffer
+        if time.monotonic() > deadline:
+            raise TransferError(f"{node.move}: no staging buffer came free within {PATIENCE:.0f} s; a copy hangs")
+    raise cancelled(node)
 
 
 def take_all(waiting: SimpleQueue[TransferNode | None] | RunQueue) -> list[TransferNode]:

@@ -12,13 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvtier.errors import TransferError
 from kvtier.io.copiers import DIRECT
 from kvtier.io.incident import Incident
 from kvtier.pools.pool_index import PoolIndex, slot_of
-from kvtier.tiering import file_lane
 from kvtier.tiering.block_store import BlockStore
-from kvtier.tiering.file_lane import cancelled, hand_back, hung, take_all
+from kvtier.tiering.file_lane import hand_back, hung, take_all, take_buffer
 from kvtier.tiering.hang_watch import HangWatch
 from kvtier.tiering.run_queue import RunQueue
 from kvtier.tiering.staging import DirectStaging, Staging, StagingPool
@@ -173,7 +171,7 @@ class ReadLane:
         if lost is not None:
             raise lost
         staging: Staging = self._direct[node.group] if node.via == DIRECT else self._staging[node.group]
-        buffer = self._take_buffer(staging, node)
+        buffer = take_buffer(staging, node, lambda: self.closing)
         move = node.move
         assert move is not None
         slot = slot_of(move.source)
@@ -192,16 +190,6 @@ class ReadLane:
         node.error = failure
         node.seconds = time.perf_counter() - start
         return buffer
-
-    def _take_buffer(self, staging: Staging, node: TransferNode) -> int:
-        deadline = time.monotonic() + file_lane.PATIENCE
-        while not self.closing:
-            buffer = staging.take(file_lane.LOOK_UP)
-            if buffer is not None:
-                return buffer
-            if time.monotonic() > deadline:
-                raise TransferError(f"{node.move}: no staging buffer came free within {file_lane.PATIENCE:.0f} s; a copy hangs")
-        raise cancelled(node)
 
     def _quarantine(self, group: int, slot: int, error: Exception) -> None:
         try:
