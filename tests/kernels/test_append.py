@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import re
 
 import pytest
 import torch
@@ -302,6 +303,21 @@ def test_a_call_that_does_not_fit_together_is_refused(paged, same_bits, change, 
     with pytest.raises(RequestError) as caught:
         write_kv(**(bad_call(batch) | change))
     assert message in str(caught.value)
+    assert same_bits(batch.blocks, untouched.blocks)
+
+
+@pytest.mark.parametrize("entry", [-1, -7, 10**6])
+@pytest.mark.parametrize(("sequence", "field", "block"), [(0, 0, 4), (1, 1, 0), (1, 0, 3)])
+def test_a_bad_entry_of_a_long_prompt_is_refused_before_anything_is_written(paged, same_bits, sequence, field, block, entry):
+    """More tokens than the table has entries, of several requests."""
+    batch, untouched = paged([20, 16]), paged([20, 16])
+    rows = torch.tensor([0] * 20 + [1] * 16)
+    positions = torch.cat([torch.arange(20), torch.arange(16)])
+    table = batch.table[:, :, :5].clone()
+    assert table.shape[0] * table.shape[2] < len(rows)
+    table[sequence, field, block] = entry
+    with pytest.raises(RequestError, match=re.escape(f"table[{sequence}, {field}, {block}]={entry} (sequence {sequence}, ")):
+        write_kv(batch.pages, torch.cat(batch.keys), torch.cat(batch.values), table, rows, positions, **batch.address)
     assert same_bits(batch.blocks, untouched.blocks)
 
 
