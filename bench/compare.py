@@ -133,8 +133,8 @@ class Comparison:
     def lines(self) -> Iterator[str]:
         """Below the table."""
         counts = {verdict: sum(change.verdict is verdict for change in self.changes) for verdict in Verdict}
-        yield f"{counts[Verdict.SAME]} rows within noise; " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()
-                                                                       if count and verdict is not Verdict.SAME)
+        yield ", ".join([f"{counts[Verdict.SAME]} rows within noise", *(f"{count} {verdict}" for verdict, count in counts.items()
+                                                                       if count and verdict is not Verdict.SAME)])
         yield from self.remarks
 
 
