@@ -103,7 +103,7 @@ def test_equal_slots_of_two_pools_are_no_conflict(same_bits):
     (lambda pool: (pool[:, 1:], pool[:, :-1]), [(2, 3)], False),
     (lambda pool: (pool[:, :1], pool[:, 1:2]), [(2, 2)], False),  # two layers of one block, interleaved with other blocks
     (lambda pool: (pool[..., 1:, :], pool[..., :-1, :]), [(2, 2)], True),
-], ids=str)
+], ids=["same-block", "neighbours", "exchange", "same-layer", "other-block", "other-layers", "same-tokens"])
 def test_views_of_one_pool_are_copied_where_they_do_not_overlap(same_bits, views, pairs, is_refused):
     pool = random_blocks()
     before = pool.clone()
