@@ -54,16 +54,24 @@ class StepPlan:
 
 def namespace_of(request: Any) -> bytes | None:
     """What besides tokens decides what a request's blocks hold: adapter, salt, images. None: it cannot be told, so nothing of the request
-    is kept."""
+    is kept.
+
+    TensorRT-LLM hands some callbacks the part of a request that its C++ side has: the salt may be there as a number only, and attributes
+    that begin with ``py_`` are missing.
+    """
+    if not hasattr(request, "cache_salt") and not hasattr(request, "cache_salt_id"):
+        return None
     hashes = getattr(request, "multimodal_hashes", None)
     has_more = any(getattr(request, name, None) is not None for name in ("py_multimodal_data", "multimodal_embedding",
                                                                          "prompt_embedding_table", "encoder_tokens"))
     if not hashes and has_more:
         return None
     images = [hashes, getattr(request, "multimodal_positions", None), getattr(request, "multimodal_lengths", None)] if hashes else []
+    salt = getattr(request, "cache_salt_id", None)
+    if salt is None:
+        salt = getattr(request, "cache_salt", None)
     try:
-        return json.dumps([getattr(request, "lora_task_id", None), getattr(request, "cache_salt", None),
-                           getattr(request, "cache_salt_id", None), images]).encode()
+        return json.dumps([getattr(request, "lora_task_id", None), salt, images]).encode()
     except (TypeError, ValueError):
         return None
 

@@ -40,16 +40,18 @@ class _Sequence:
     """What is known of one request.
 
     Attributes:
+        namespace: what besides tokens its keys contain.
         chain: its keys.
-        use_nvme: whether its blocks may be on NVMe.
+        is_kept: its blocks are stored.
         first: the block that ``loads`` begin with.
         loads: one pinned plan for each group, until they are handed to the workers.
         tokens, pages, priorities: as reported so far; pages by group, -1 where there is none.
         num_stored: blocks from the first on that need not be looked at again.
     """
 
+    namespace: bytes
     chain: KeyChain
-    use_nvme: bool
+    is_kept: bool = True
     first: int = 0
     loads: list[LoadPlan] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -121,10 +123,16 @@ class TieredScheduler(_Base):
             return 0, False
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
-        """Pages are reported again with the step's output; nothing is to be done here."""
+        """Pages are reported again with the step's output. Here the whole request is seen for the first time: if there is more to its
+        blocks than the lookup was shown (images without hashes), none of them is stored."""
+        with self._lock:
+            sequence = self._sequences.get(request.request_id)
+            if sequence is not None and namespace_of(request) != sequence.namespace:
+                sequence.is_kept = False
 
     def update_state_after_alloc_by_layer_group(self, request: Any, block_ids_by_layer_group: list[list[int]]) -> None:
-        """Likewise."""
+        """Likewise, for a cache of several layer groups."""
+        self.update_state_after_alloc(request, [])
 
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
         """The step's loads and stores."""
@@ -181,7 +189,7 @@ class TieredScheduler(_Base):
         if namespace is None:
             return 0
         use_nvme = getattr(request, "lora_task_id", None) is None or self._arrangement.trusted_lora_ids
-        sequence = self._sequences[request_id] = _Sequence(KeyChain(namespace, self._width), use_nvme)
+        sequence = self._sequences[request_id] = _Sequence(namespace, KeyChain(namespace, self._width))
         name = str(request_id)
         index.end_request(name)
         index.begin_request(name, use_nvme=use_nvme)
@@ -259,7 +267,7 @@ class TieredScheduler(_Base):
         computed for certain is assumed then; the next step, which has a position, makes up for it.
         """
         sequence, index = self._sequences.get(data.request_id), self.index
-        if sequence is None or index is None:
+        if sequence is None or index is None or not sequence.is_kept:
             return
         computed = min(data.computed_position + data.num_scheduled_tokens, len(sequence.tokens))
         count = min(computed // self._width, *map(len, sequence.pages), len(sequence.priorities))

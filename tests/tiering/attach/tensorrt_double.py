@@ -148,12 +148,13 @@ class Engine:
         self._saved: dict[int, set[int]] = {}
         self.computed = 0
         self.between: Callable[[], None] = lambda: None
+        self.view: Callable[[Request], Any] = lambda request: request  # what the C++ side shows of a request
 
     # -- requests --------------------------------------------------------------------------------------------------------
 
     def add(self, request: Request, on_device: int = 0) -> int:
         """Admit a request; ``on_device`` tokens are taken for matched in the device's cache. Returns the connector's offer."""
-        matched, is_async = self.scheduler.get_num_new_matched_tokens(request, on_device)
+        matched, is_async = self.scheduler.get_num_new_matched_tokens(self.view(request), on_device)
         assert not is_async
         assert on_device + matched < request.prompt_length, "a token must be left to be computed"
         request.pages = [[] for _ in self.free]

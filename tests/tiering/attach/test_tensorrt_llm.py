@@ -162,6 +162,15 @@ def test_what_cannot_be_named_is_neither_kept_nor_looked_for(start: Callable[...
     assert engine.scheduler.index.stats().stored_blocks == 0
 
 
+def test_images_that_the_lookup_is_not_shown_keep_a_request_out_of_the_tier(start: Callable[..., Engine]) -> None:
+    engine = start()
+    engine.view = lambda request: SimpleNamespace(request_id=request.request_id, get_tokens=request.get_tokens, cache_salt_id=None)
+    for number in range(2):
+        assert engine.run(Request(number, PROMPT, 2, py_multimodal_data={"image": object()})) == [0]
+    engine.run(Request(3, PROMPT, 2))
+    assert engine.run(Request(4, PROMPT, 2)) == [28]
+
+
 def test_blocks_of_adapters_stay_off_nvme_unless_their_numbers_are_trusted(start: Callable[..., Engine], tmp_path: Path) -> None:
     for trusted, offer in ((False, 0), (True, 28)):
         settings = nvme(tmp_path / str(trusted), trusted_lora_ids=trusted)
@@ -453,5 +462,7 @@ def test_a_plan_is_plain_and_picklable() -> None:
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
-def test_a_request_without_any_namespace_attribute_has_one() -> None:
-    assert namespace_of(object()) == namespace_of(Request(1, PROMPT, 1))
+def test_a_request_that_shows_no_salt_at_all_has_no_name() -> None:
+    assert namespace_of(object()) is None
+    as_number, as_both = SimpleNamespace(cache_salt_id=7), SimpleNamespace(cache_salt_id=7, cache_salt="a")
+    assert namespace_of(as_number) == namespace_of(as_both) != namespace_of(SimpleNamespace(cache_salt=None))
