@@ -43,21 +43,21 @@ class _Sequence:
         namespace: what besides tokens its keys contain.
         chain: its keys.
         is_kept: its blocks are stored.
+        position: tokens that it had been spared when its pages were taken, as far as TensorRT-LLM said so.
         first: the block that ``loads`` begin with.
         loads: one pinned plan for each group, until they are handed to the workers.
         tokens, pages, priorities: as reported so far; pages by group, -1 where there is none.
-        num_stored: blocks from the first on that need not be looked at again.
     """
 
     namespace: bytes
     chain: KeyChain
     is_kept: bool = True
+    position: int = 0
     first: int = 0
     loads: list[LoadPlan] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     pages: list[list[int]] = field(default_factory=list)
     priorities: list[int] = field(default_factory=list)
-    num_stored: int = 0
 
 
 class TieredScheduler(_Base):
@@ -127,8 +127,12 @@ class TieredScheduler(_Base):
         blocks than the lookup was shown (images without hashes), none of them is stored."""
         with self._lock:
             sequence = self._sequences.get(request.request_id)
-            if sequence is not None and namespace_of(request) != sequence.namespace:
+            if sequence is None:
+                return
+            if namespace_of(request) != sequence.namespace:
                 sequence.is_kept = False
+            position = getattr(request, "context_current_position", 0)
+            sequence.position = position if isinstance(position, int) else 0
 
     def update_state_after_alloc_by_layer_group(self, request: Any, block_ids_by_layer_group: list[list[int]]) -> None:
         """Likewise, for a cache of several layer groups."""
@@ -146,11 +150,12 @@ class TieredScheduler(_Base):
             for data in scheduler_output.cached_requests:
                 self._report(data, False, fresh)
             stores: list[Part] = []
-            for data in (*scheduler_output.new_requests, *scheduler_output.cached_requests):
-                try:
-                    self._store(data, stores)
-                except Exception as error:  # costs hits
-                    self._say("store", error)
+            for is_new, reported in ((True, scheduler_output.new_requests), (False, scheduler_output.cached_requests)):
+                for data in reported:
+                    try:
+                        self._store(data, is_new, stores)
+                    except Exception as error:  # costs hits
+                        self._say("store", error)
             if self._pulse is not None:
                 self._pulse.hurry()
             return StepPlan(next(self._numbers), tuple(map(tuple, fresh)), tuple(loads), tuple(stores))
@@ -195,7 +200,8 @@ class TieredScheduler(_Base):
         index.begin_request(name, use_nvme=use_nvme)
         tokens = list(request.get_tokens(0))
         first, rest = divmod(num_computed, self._width)
-        last = (len(tokens) - 1) // self._width  # the last token is always computed: somebody has to say what follows it
+        length = min(len(tokens), getattr(request, "prompt_len", len(tokens)))  # of a request that is replayed: with its answer so far
+        last = (length - 1) // self._width  # the last token is always computed: somebody has to say what follows it
         if rest or last <= first:
             return 0
         keys = sequence.chain.keys(tokens, last)[first:]
@@ -252,7 +258,7 @@ class TieredScheduler(_Base):
         if sequence is None:
             return None
         if is_new:  # also when it is replayed on other pages
-            sequence.tokens, sequence.pages, sequence.priorities, sequence.num_stored = [], [[] for _ in range(self._num_groups)], [], 0
+            sequence.tokens, sequence.pages, sequence.priorities = [], [[] for _ in range(self._num_groups)], []
         sequence.tokens.extend(data.new_tokens)
         for own, pages in zip(sequence.pages, by_group, strict=False):
             own.extend(pages)
@@ -260,21 +266,22 @@ class TieredScheduler(_Base):
         sequence.priorities.extend(_DEFAULT_PRIORITY if priority is None else min(max(int(priority), 0), 100) for priority in priorities)
         return sequence
 
-    def _store(self, data: Any, parts: list[Part]) -> None:
-        """Store the blocks that will be full behind this step's forward pass, and were not before.
+    def _store(self, data: Any, is_new: bool, parts: list[Part]) -> None:
+        """Store the blocks that this step's forward pass fills. In a request's first step all pages have just been reported, and those
+        before are stored, too; later a page that was reported once may have left its window, and belong to somebody else.
 
-        Of a request's first step after a load, TensorRT-LLM does not say how much of the promised prefix it has used. Less than what is
-        computed for certain is assumed then; the next step, which has a position, makes up for it.
+        In a first step TensorRT-LLM reports the position without what was loaded, of which it may have used less than was promised. The
+        position that the request had when its pages were taken says more; either is at most the true one.
         """
         sequence, index = self._sequences.get(data.request_id), self.index
         if sequence is None or index is None or not sequence.is_kept:
             return
-        computed = min(data.computed_position + data.num_scheduled_tokens, len(sequence.tokens))
+        position = max(data.computed_position, sequence.position if is_new else 0)
+        computed = min(position + data.num_scheduled_tokens, len(sequence.tokens))
         count = min(computed // self._width, *map(len, sequence.pages), len(sequence.priorities))
-        start = sequence.num_stored
+        start = 0 if is_new else position // self._width
         if count <= start:
             return
-        sequence.num_stored = count
         keys = sequence.chain.keys(sequence.tokens, count)
         for priority, ordinals in itertools.groupby(range(start, count), key=lambda ordinal: sequence.priorities[ordinal]):
             run = list(ordinals)

@@ -102,9 +102,18 @@ class Request:
         self.pages: list[list[int]] = []
         self.reported = [0, 0]                  # tokens and pages
         self.is_known = False
+        self.digests: list[bytes] = []
 
     def get_tokens(self, beam: int) -> list[int]:
         return list(self.tokens)
+
+    @property
+    def context_current_position(self) -> int:
+        return self.position
+
+    @property
+    def prompt_len(self) -> int:
+        return self.prompt_length
 
     @property
     def namespace(self) -> str:
@@ -171,8 +180,10 @@ class Engine:
         return int(matched)
 
     def preempt(self, request: Request) -> None:
-        """Its pages go to others at once, and it will come as a new one."""
+        """Its pages go to others at once, and it will come as a new one, whose prompt includes the answer so far."""
         self.active.remove(request)
+        request.new_tokens -= len(request.tokens) - request.prompt_length
+        request.prompt_length = len(request.tokens)
         self._free(request)
 
     def cancel(self, request: Request) -> None:
@@ -304,8 +315,11 @@ class Engine:
     # -- the model -------------------------------------------------------------------------------------------------------
 
     def _bytes(self, request: Request, position: int, rank: int, group: int) -> torch.Tensor:
-        text = f"{request.namespace}/{request.tokens[:position + 1]}/{rank}/{group}".encode()
-        seed = hashlib.sha256(text).digest()
+        digests = request.digests
+        while len(digests) <= position:  # of all tokens up to there
+            last = digests[-1] if digests else request.namespace.encode()
+            digests.append(hashlib.sha256(last + b"/%d" % request.tokens[len(digests)]).digest())
+        seed = hashlib.sha256(digests[position] + b"/%d/%d" % (rank, group)).digest()
         return torch.frombuffer(bytearray(seed), dtype=torch.int8).reshape(2, 2, WIDTH)
 
     def _place(self, request: Request, position: int, rank: int, group: int) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,6 +125,26 @@ def test_one_token_of_the_prompt_is_always_left(start: Callable[..., Engine]) ->
     engine = start()
     engine.run(Request(1, PROMPT[:8], 2))
     assert engine.run(Request(2, PROMPT[:8], 2)) == [4]
+
+
+@pytest.mark.parametrize(("shows_position", "offer"), [(True, 44), (False, 28)])
+def test_what_is_computed_behind_a_loaded_prefix_is_stored_in_the_same_step(start: Callable[..., Engine], shows_position: bool, offer: int,
+                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start()
+    engine.run(Request(1, PROMPT, 2))
+    if not shows_position:
+        monkeypatch.setattr(Request, "context_current_position", None)
+    longer = [*PROMPT[:28], *range(300, 318)]
+    assert engine.run(Request(2, longer, 0), Request(3, longer, 0)) == [28, 28]
+    assert engine.run(Request(4, longer, 0)) == [offer]
+
+
+def test_what_lies_behind_the_prompt_is_not_offered(start: Callable[..., Engine]) -> None:
+    engine = start()
+    engine.run(Request(1, PROMPT, 2))
+    seen = SimpleNamespace(request_id=2, get_tokens=lambda beam: PROMPT, prompt_len=12, cache_salt=None)
+    assert engine.scheduler.get_num_new_matched_tokens(seen, 0) == (8, False)
+    assert not engine.scheduler.request_finished(seen, [])
 
 
 def test_only_what_lies_behind_the_device_s_own_match_is_offered(start: Callable[..., Engine]) -> None:
@@ -388,7 +409,37 @@ def test_an_old_plan_that_stays_bound_is_carried_out_once(start: Callable[..., E
         engine.idle()
     while engine.active:
         engine.step()
-    assert engine.scheduler.index.stats().stored_blocks <= 7
+    engine.settle()
+    assert engine.scheduler.index.stats().stored_blocks == 8
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_lives_compute_right_bytes_and_leave_nothing(start: Callable[..., Engine], tmp_path: Path, seed: int) -> None:
+    random = Random(seed)
+    shape = [{"ranks": 2, "chunk": 12}, {"groups": 2, "window": 3, "chunk": 8}, {"is_v2": True}, {"groups": 2, "ranks": 2}][seed]
+    engine = start(secondary="24 blocks", engine=shape | {"num_pages": 120}, lookup_timeout=0.05,
+                   faults="secondary.copy.delay=0.3:5ms, secondary.copy.eio=0.1, nvme.read.bit_flip=0.05, nvme.write.eio=0.05, "
+                          f"seed={seed}", **nvme(tmp_path / "kv"))
+    parts = [[1000 * number + token for token in range(16)] for number in range(3)]
+    waiting: list[Request] = []
+    for number in range(70):
+        while len(engine.active) < 4:
+            prompt = [token for _ in range(random.randint(1, 3)) for token in random.choice(parts)] + [number] * random.randint(1, 6)
+            request = waiting.pop() if waiting else Request(number * 10 + len(engine.active), prompt, random.randint(0, 9))
+            engine.add(request, on_device=random.choice([0, 0, 4]) if len(request.tokens) > 4 else 0)
+        engine.step()
+        if engine.active and random.random() < 0.1:
+            engine.cancel(random.choice(engine.active))
+        if engine.active and random.random() < 0.1:
+            request = random.choice(engine.active)
+            engine.preempt(request)
+            waiting.append(request)
+    for request in [*engine.active]:
+        engine.cancel(request)
+    for request in waiting:
+        engine.run(request)
+    stats = engine.scheduler.index.stats()
+    assert stats.loaded_blocks > 30, "otherwise nothing was tried"
 
 
 # -- what is refused at the start ----------------------------------------------------------------------------------------------
