@@ -98,7 +98,7 @@ class Request:
         self.lora_task_id = self.cache_salt = self.multimodal_hashes = None
         self.__dict__.update(more)
         self.position = 0                       # computed, or taken from the connector
-        self.matched = 0
+        self.matched = self.on_device = 0
         self.pages: list[list[int]] = []
         self.reported = [0, 0]                  # tokens and pages
         self.is_known = False
@@ -169,8 +169,7 @@ class Engine:
         request.pages = [[] for _ in self.free]
         self._grow(request, request.prompt_length)
         request.matched, request.position = matched, on_device + matched
-        for position in range(on_device):
-            self._write(request, position)
+        request.on_device = on_device  # taken for written long ago; here, where no copy can still read these pages for somebody else
         if self.is_grouped:
             self.scheduler.update_state_after_alloc_by_layer_group(request, [list(pages) for pages in request.pages])
         else:
@@ -216,6 +215,10 @@ class Engine:
         for worker in self.workers:
             for layer in range(2):
                 worker.wait_for_layer_load(layer, None)
+        for request, _count in work:
+            for position in range(request.on_device):
+                self._write(request, position)
+            request.on_device = 0
         for request, count in work:
             self._check(request, request.position)
             for position in range(request.position, request.position + count):
