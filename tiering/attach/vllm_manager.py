@@ -98,7 +98,7 @@ class TieredManager(OffloadingManager):
         reads_host, reads_nvme = allows(Medium.CPU, Locality.LOCAL), allows(Medium.STORAGE, Locality.LOCAL)
         self.index.end_request(req_context.req_id)  # vLLM may use a name again without having ended it
         self.index.begin_request(req_context.req_id, priority=wishes.priority, use_nvme=not wishes.keep_off_nvme, read_nvme=reads_nvme,
-                                 skip_read=wishes.skip_read or not (reads_host or reads_nvme), skip_write=wishes.skip_write)
+                                 read_host=reads_host, skip_read=wishes.skip_read, skip_write=wishes.skip_write)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:

@@ -136,7 +136,7 @@ class OffloadingMetricMetadata:
     buckets: tuple[float, ...] | None = None
 
 
-BASE = (LookupResult, Medium, Locality, ReqContext, LoadStoreSpec, GPULoadStoreSpec, PrepareStoreOutput, OffloadingEvent,
+BASE = (LookupResult, Medium, Locality, TierFilter, ReqContext, LoadStoreSpec, GPULoadStoreSpec, PrepareStoreOutput, OffloadingEvent,
         RequestOffloadingContext, ScheduleEndContext, TransferResult, OffloadingManager, OffloadingWorker, OffloadingMetricMetadata)
 ADAPTER = ("vllm_manager", "vllm_metrics", "vllm_worker")
 
