@@ -36,6 +36,23 @@ def make_hybrid(folder: Path, seed: int) -> Path:
     return folder
 
 
+def make_adapter(folder: Path, seed: int) -> Path:
+    """Save a random LoRA adapter of rank 8 for :func:`make_uniform`'s model, strong enough to change its answers."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+    folder.mkdir(parents=True)
+    torch.manual_seed(seed)
+    shapes = {"q_proj": (128, 256), "v_proj": (128, 128)}
+    save_file({f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{part}.weight": 0.3 * torch.randn(shape)
+               for layer in range(2) for name, (wide, out) in shapes.items() for part, shape in (("A", (8, wide)), ("B", (out, 8)))},
+              folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({
+        "peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": list(shapes), "bias": "none", "task_type": "CAUSAL_LM"}))
+    return folder
+
+
 def _save_noise(model: PreTrainedModel, folder: Path) -> None:
     """Save the model in float32, with weights so large that its answers vary."""
     import torch

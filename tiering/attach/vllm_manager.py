@@ -51,7 +51,8 @@ PAUSE: Final = 0.001
 """A step that took less than FAST_STEP seconds computed nothing. While reads of NVMe are awaited, the scheduler's thread then pauses before
 the next one: turning over without computing, it would keep the threads that read from running."""
 
-MEDIUMS: Final = {Level.SECONDARY: Medium.CPU, Level.NVME: Medium.STORAGE}
+MEDIUMS: Final = {Level.SECONDARY: (Medium.CPU, None), Level.NVME: (Medium.STORAGE, "kvtier-nvme")}
+"""Of events: the medium, and which tier below vLLM's "primary" one (its host memory) speaks; as in the labels of metrics."""
 
 
 @dataclass
@@ -189,7 +190,8 @@ class TieredManager(OffloadingManager):
             return
         for event in self.index.poll_events():
             keys = [make_offload_key(key, self._group_ids[event.group]) for key in event.keys]
-            yield OffloadingEvent(keys, MEDIUMS[Level(event.level)], removed=event.is_removed, locality=Locality.LOCAL,
+            medium, owner = MEDIUMS[Level(event.level)]
+            yield OffloadingEvent(keys, medium, removed=event.is_removed, locality=Locality.LOCAL, ownership=owner,
                                   removal_expected=True)
 
     def get_stats(self) -> OffloadingConnectorStats:

@@ -83,6 +83,7 @@ class OffloadingEvent:
     medium: Medium
     removed: bool
     locality: Locality | None = None
+    ownership: str | None = None
     removal_expected: bool = False
 
 
