@@ -130,6 +130,14 @@ class ChildEngine:
     def flush(self, timeout: float = 30.0) -> bool:
         return bool(self._index().flush(timeout))
 
+    def spoil_states(self) -> int:
+        """Overwrite all states in host memory, behind the tier's back. Returns how many groups have some."""
+        index = self._index()
+        groups = [number for number, group in enumerate(index.layout.groups) if group.is_state]
+        for number in groups:
+            index.arena.groups[number].rows[:] = 0
+        return len(groups)
+
     def storm(self, prompts: list[list[int]], max_tokens: int, seed: int, abort_share: float,
               reset_share: float = 0.0) -> list[dict[str, Any]]:
         """Serve prompts in random waves, give some up in mid-air, and now and then forget everything on all levels."""

@@ -36,6 +36,21 @@ def make_hybrid(folder: Path, seed: int) -> Path:
     return folder
 
 
+def make_deltas(folder: Path) -> Path:
+    """Save a random model of two layers whose state is a matrix that each token changes (Gated DeltaNet), and two of full attention
+    (Qwen3-Next)."""
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+                             num_key_value_heads=2, head_dim=64, layer_types=["linear_attention", "full_attention"] * 2,
+                             linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64,
+                             num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64,
+                             max_position_embeddings=4096, bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=False)
+    _save_noise(Qwen3NextForCausalLM(config), folder)
+    return folder
+
+
 def make_adapter(folder: Path, seed: int) -> Path:
     """Save a random LoRA adapter of rank 8 for :func:`make_uniform`'s model, strong enough to change its answers."""
     import json
