@@ -13,7 +13,7 @@ IN_PARALLEL := -n 2 --dist worksteal
 test test-compiled fuzz-ledger: export OMP_NUM_THREADS ?= 1
 PURE_TESTS := $(wildcard tests/policies tests/tiering/ledger tests/cases) $(wildcard tests/tiering/test_manager_b[al]*.py tests/tiering/test_manager_r[eu]*.py)
 
-.PHONY: venv demo test types lint compiled test-compiled bench-ledger fuzz-ledger soak test-gpu test-vllm wheel clean
+.PHONY: venv demo test types lint compiled test-compiled bench bench-ledger fuzz-ledger soak reference test-gpu test-vllm wheel clean
 
 venv: $(READY)
 
@@ -57,6 +57,10 @@ LEDGER_PYTHON ?= $(BIN)/python
 bench-ledger: compiled
 	PYTHONPATH=$(COMPILED) $(LEDGER_PYTHON) -m kvtier.cli bench ledger $(ARGS)
 
+# Every benchmark that can be measured here. The short form: make bench ARGS="--quick"; against an earlier run: --compare OLD.json
+bench: $(READY)
+	$(BIN)/kvtier bench all $(ARGS)
+
 # The random machine over the ledger of every layout, much longer than in the tests.
 STEPS ?= 1000000
 fuzz-ledger: $(READY)
@@ -66,6 +70,10 @@ fuzz-ledger: $(READY)
 MINUTES ?= 10
 soak: $(READY)
 	$(BIN)/python scripts/soak.py --minutes $(MINUTES) $(ARGS)
+
+# The pages of docs/reference/, from the code.
+reference: $(READY)
+	PYTHONPATH="$$($(BIN)/python scripts/stage.py)" $(BIN)/python scripts/reference.py
 
 # For a machine with a GPU that has torch, triton and cupy already; installs nothing, so it takes the system's Python.
 test-gpu:

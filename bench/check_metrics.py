@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from kvtier.tiering.metrics_reading import read_metrics
+
 HOST: Final = "0:primary"
 NVME: Final = "1:kvtier-nvme"
 CHUNK_HITS: Final = "vllm:kv_offload_tiering_chunk_hits"
@@ -92,10 +94,8 @@ class Growth:
 
 def parse_metrics(text: str) -> Metrics:
     """Out of what ``/metrics`` answers. ValueError where that is something else."""
-    from prometheus_client.parser import text_string_to_metric_families
-    families = list(text_string_to_metric_families(text))
-    samples = [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
-    return _metrics((family.name for family in families), samples)
+    page = read_metrics(text)
+    return _metrics(page.families, page.samples)
 
 
 def snapshot_metrics(metrics: Iterable[Any]) -> Metrics:

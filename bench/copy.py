@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from kvtier.bench.copy_point import Point, Route, Stage
 from kvtier.bench.measure import Alternative, interleave
-from kvtier.bench.plot import check_plot, plot_rows
 from kvtier.bench.report import (
     Report,
-    check_writable,
     last_level_cache_bytes,
     noise_row,
     require_memory,
@@ -73,11 +70,11 @@ class CopyPlan:
 
     @classmethod
     def for_this_machine(cls, quick: bool) -> list[CopyPlan]:
-        """Blocks of 2 MiB in detail, then from 64 KiB to 8 MiB. Pools of 8 times the last-level cache (quick: 4 times, at least
-        256 MiB, and fewer sizes); copies inside a pool use halves."""
-        pool_bytes = max(256 << 20, (4 if quick else 8) * last_level_cache_bytes())
+        """Blocks of 2 MiB in detail, then from 64 KiB to 8 MiB. Pools of 8 times the last-level cache (quick: twice, and fewer
+        sizes and rounds), at least 256 MiB; copies inside a pool use halves."""
+        pool_bytes = max(256 << 20, (2 if quick else 8) * last_level_cache_bytes())
         sizes = (2048, 256) if quick else (2048, 64, 256, 512, 1024, 8192)
-        return [cls(pool_bytes // (size * _KIB), max(8, BATCH_BYTES // (size * _KIB)), 9 if quick else (21 if size == 2048 else 11),
+        return [cls(pool_bytes // (size * _KIB), max(8, BATCH_BYTES // (size * _KIB)), 5 if quick else (21 if size == 2048 else 11),
                     group_of_size(size * _KIB), size == 2048) for size in sizes]
 
     @property
@@ -95,25 +92,19 @@ class CopyPlan:
                 Route(PRIMARY, SECONDARY, both_ways=True), Route(PRIMARY, PRIMARY, num_tokens=self.group.tokens_per_block // 2), *layers]
 
 
-def run_copy(json_file: Path | None = None, quick: bool = False, plot_file: Path | None = None, *,
-             plan: CopyPlan | Sequence[CopyPlan] | None = None) -> int:
-    """Measure, print a table, write the JSON and draw the picture.
+def measure_copy(quick: bool = False, *, plan: CopyPlan | Sequence[CopyPlan] | None = None) -> Report:
+    """Measure.
 
     Args:
-        json_file: where the figures go; None writes none.
         quick: smaller pools, fewer sizes and rounds, some seconds in all.
-        plot_file: where the picture goes (a format that matplotlib writes); None draws none.
         plan: sizes; chosen for this machine when None.
 
     Returns:
-        0, or 1 when a copy failed or bytes differed.
+        A report that has not been printed. Its config says under "invalid" where a copy failed or bytes differed.
 
     Raises:
-        ConfigError: a file cannot be written, matplotlib is missing for the picture, or the pools do not fit into free memory.
+        ConfigError: the pools do not fit into free memory.
     """
-    if json_file is not None:
-        check_writable(json_file)
-    check_plot(plot_file)
     plans = CopyPlan.for_this_machine(quick) if plan is None else [plan] if isinstance(plan, CopyPlan) else list(plan)
     for each in plans:
         if each.num_blocks < 4 or each.batch_blocks < 1 or each.rounds < 1:
@@ -124,12 +115,12 @@ def run_copy(json_file: Path | None = None, quick: bool = False, plot_file: Path
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # partial copies are torch's: with its default they would run on more threads than the limit
     try:
-        return _measure(plans, quick, json_file, plot_file)
+        return _measure(plans, quick)
     finally:
         torch.set_num_threads(threads)
 
 
-def _measure(plans: Sequence[CopyPlan], quick: bool, json_file: Path | None, plot_file: Path | None) -> int:
+def _measure(plans: Sequence[CopyPlan], quick: bool) -> Report:
     first = plans[0]
     report = Report("kvtier bench copy", {
         "command": "copy", "quick": quick, "device": "cpu", "block_bytes": first.group.block_bytes, "num_blocks": first.num_blocks,
@@ -154,10 +145,7 @@ def _measure(plans: Sequence[CopyPlan], quick: bool, json_file: Path | None, plo
                     if route.layer_first is layer_first:
                         _measure_row(report, plan, stage, route, number)
                         number += 1
-    if plot_file is not None:
-        plot_rows(plot_file, "kvtier bench copy", report.rows)
-        report.say(f"wrote {plot_file}")
-    return report.finish(json_file)
+    return report
 
 
 def _measure_row(report: Report, plan: CopyPlan, stage: Stage, route: Route, seed: int) -> None:

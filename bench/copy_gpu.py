@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from kvtier.bench.copy import two_mebibyte_group
+from kvtier.bench.gpu import WARM_UP, open_gpu_report
 from kvtier.bench.measure import Alternative, Spread, interleave
 from kvtier.bench.report import Report, require_memory, size_name, spread_row, throughput_row
 from kvtier.errors import ConfigError, TransferError
@@ -52,6 +53,11 @@ class GpuCopyPlan:
     rounds: int = 9
     group: LayerGroup = field(default_factory=two_mebibyte_group)
 
+    @classmethod
+    def usual(cls, quick: bool) -> GpuCopyPlan:
+        """The whole, or a quarter of the bytes in 5 rounds."""
+        return cls(128, 32, 5) if quick else cls()
+
 
 def measure_gpu_copies(plan: GpuCopyPlan | None = None, device: str = "cuda") -> Report:
     """Measure each direction, both at once, and copies within the device.
@@ -67,15 +73,12 @@ def measure_gpu_copies(plan: GpuCopyPlan | None = None, device: str = "cuda") ->
         ConfigError: a plan too small to mean anything, no such device, or too little memory.
     """
     plan = plan if plan is not None else GpuCopyPlan()
-    if plan.num_blocks < 4 or plan.batch_blocks < 1 or plan.rounds < 5:
-        raise ConfigError(f"{plan.num_blocks} blocks, batches of {plan.batch_blocks}, {plan.rounds} rounds: a GPU copy benchmark needs "
-                          "at least 4 blocks, 1 and 5")
+    if plan.num_blocks < 4 or plan.batch_blocks < 1:
+        raise ConfigError(f"{plan.num_blocks} blocks, batches of {plan.batch_blocks}: a GPU copy benchmark needs at least 4 blocks, and 1")
     num_bytes = plan.num_blocks * plan.group.block_bytes
     require_memory("the GPU copy benchmark", 2 * num_bytes, "end other programs")
-    report = Report("kvtier bench copy (GPU)", {
-        "command": "copy", "device": device, "block_bytes": plan.group.block_bytes, "num_blocks": plan.num_blocks,
-        "batch_blocks": plan.batch_blocks, "rounds": plan.rounds, "layout": "block-first", "torch": torch.__version__,
-        "cuda": torch.version.cuda, "gpu": torch.cuda.get_device_name(device) if device != "cpu" else None})
+    report = open_gpu_report("copy", device, plan.rounds, {
+        "block_bytes": plan.group.block_bytes, "num_blocks": plan.num_blocks, "batch_blocks": plan.batch_blocks, "layout": "block-first"})
     report.note("Slots are scattered: a cudaMemcpyAsync for each block. The limit is one call for all of them, on memory of its own. "
                 "submit: what the calling thread spends in issue.")
     with _Stage(plan, device) as stage:
@@ -93,7 +96,7 @@ def _measure(stage: _Stage, report: Report, directions: Sequence[_Direction], se
     if directions[0] != (PRIMARY, PRIMARY):
         limit += ", pinned" + (", in each direction at once" if len(directions) > 1 else "")
     measured = interleave([Alternative(limit, point.copy_plainly),
-                           Alternative(OURS, point.move, point.choose_pairs, point.verify)], stage.plan.rounds, warm_up=2)
+                           Alternative(OURS, point.move, point.choose_pairs, point.verify)], stage.plan.rounds, warm_up=WARM_UP)
     if point.failure:
         report.reject(name, point.failure)
         return

@@ -30,6 +30,7 @@ from kvtier.tiering.manager import KVCacheManager
 
 ROW_NAME: Final = "nvme/first-token"
 PREFIX_TOKENS: Final = 2000
+QUICK_PREFIX_TOKENS: Final = 500
 OURS: Final = "kvtier"
 RECOMPUTE: Final = "recompute"
 
@@ -38,24 +39,26 @@ _NEAR_TIE: Final = 1e-3
 
 
 def first_token_row(directory: Path, *, quick: bool = False, say: Callable[[str], None] = lambda text: None,
-                    model: DemoModel | None = None, prefix_tokens: int = PREFIX_TOKENS) -> ResultRow:
+                    model: DemoModel | None = None, prefix_tokens: int | None = None) -> ResultRow:
     """The row for ``kvtier bench nvme``: seconds to the first token; the limit is recomputing, the ratio how much faster.
 
     Args:
         directory: of the NVMe level; made if it is missing, and left to the caller to remove.
-        quick: three rounds instead of seven.
+        quick: five rounds instead of seven, and a quarter of the prefix.
         say: gets one line about each slow step before it begins.
         model: a loaded model; None for the demo's own.
-        prefix_tokens: rounded up to whole blocks.
+        prefix_tokens: rounded up to whole blocks; the usual ones when None.
 
     Raises:
         ConfigError: the model is not installed, or the directory cannot be used.
         TransferError: the prefix did not come from NVMe, or the first token was not the same.
     """
     loaded = model if model is not None else load_demo_model(say=say)
+    if prefix_tokens is None:
+        prefix_tokens = QUICK_PREFIX_TOKENS if quick else PREFIX_TOKENS
     prefix, question = _prompt(loaded, -(-prefix_tokens // TOKENS_PER_BLOCK) * TOKENS_PER_BLOCK)
     say(f"measuring {ROW_NAME}: {len(prefix)} tokens stored, {len(question)} more after them")
-    measured = measure_first_token(loaded, directory, prefix, question, rounds=3 if quick else 7)
+    measured = measure_first_token(loaded, directory, prefix, question, rounds=5 if quick else 7)
     ours, recompute = measured.seconds(OURS), measured.seconds(RECOMPUTE)
     return ResultRow(ROW_NAME, "s", ours.median, ours.low, ours.high,
                      Limit(f"recomputing {len(prefix)} tokens, {torch.get_num_threads()} torch threads, "

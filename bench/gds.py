@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from kvtier.bench.measure import Alternative, interleave
-from kvtier.bench.report import Report, check_writable, size_name, throughput_row
+from kvtier.bench.report import Report, size_name, throughput_row
 from kvtier.errors import ConfigError
 from kvtier.io import gds_probe
 from kvtier.io.direct_file import aligned_buffer
@@ -48,18 +48,6 @@ class GdsPlan:
 
 
 QUICK: Final = GdsPlan(num_blocks=32, rounds=5, threads=(1, 8), task_sizes=(1 << 20,))
-
-
-def run_gds(directory: Path | None = None, json_file: Path | None = None, quick: bool = False, device: str = "cuda:0", *,
-            plan: GdsPlan | None = None, open_path: OpenPath | None = None) -> int:
-    """Measure (see :func:`measure_gds`), print a table, write the JSON.
-
-    Returns:
-        0, or 1 when a block was not what had been written, or KvikIO refused one.
-    """
-    if json_file is not None:
-        check_writable(json_file)
-    return measure_gds(directory, quick, device, plan=plan, open_path=open_path).finish(json_file)
 
 
 def measure_gds(directory: Path | None = None, quick: bool = False, device: str = "cuda:0", *, plan: GdsPlan | None = None,

@@ -26,7 +26,7 @@ from kvtier.bench.integrity_damage import DamagedStore
 from kvtier.bench.integrity_outcome import GEOMETRIES, Outcome
 from kvtier.bench.measure import Spread
 from kvtier.bench.nvme import working_folder
-from kvtier.bench.report import CHECK_FAILED, FINE, Limit, Report, ResultRow, check_writable, machine_line, spread_row, write_json
+from kvtier.bench.report import Limit, Report, ResultRow, spread_row
 from kvtier.errors import KVTierError
 from kvtier.io.store_directory import expand
 
@@ -59,8 +59,8 @@ class IntegrityPlan:
 
     @classmethod
     def usual(cls, quick: bool) -> IntegrityPlan:
-        """A few of each, or 200 kills and 1,000 flipped bits."""
-        return cls(1, 4, 10, 5, 2) if quick else cls(12, 200 - 12 * len(POINTS), 250, 100, 20)
+        """Five or ten of each, or 200 kills and 1,000 flipped bits."""
+        return cls(5, 5, 10, 5, 5) if quick else cls(12, 200 - 12 * len(POINTS), 250, 100, 20)
 
 
 @dataclass(frozen=True)
@@ -106,24 +106,21 @@ class Case:
                 "quarantined": self.total(lambda one: one.quarantined)}
 
 
-def run_integrity(directory: Path | None = None, json_file: Path | None = None, quick: bool = False, *,
-                  plan: IntegrityPlan | None = None) -> int:
-    """Try everything, print the matrix, write the JSON.
+def measure_integrity(directory: Path | None = None, quick: bool = False, *, plan: IntegrityPlan | None = None) -> Report:
+    """Try everything.
 
     Args:
         directory: a folder on the drive to work on; the current folder when None. What is written there is removed again.
-        json_file: where the figures go; None writes none.
-        quick: a few of each, under a minute.
+        quick: five or ten of each, under a minute.
         plan: how often; the usual when None.
 
     Returns:
-        0, or 1 when a wrong byte was served, damage shortened the index without a word, or a kill cost more than 1 %.
+        A report that has not been printed, with the matrix as its table. Its config says under "invalid" where a wrong byte was served,
+        damage shortened the index without a word, or a kill cost more than 1 %.
 
     Raises:
-        ConfigError: the directory or ``json_file`` cannot be used.
+        ConfigError: the directory cannot be used.
     """
-    if json_file is not None:
-        check_writable(json_file)
     plan = plan if plan is not None else IntegrityPlan.usual(quick)
     parent = expand(directory) if directory is not None else Path.cwd()
     config: dict[str, object] = {
@@ -154,13 +151,8 @@ def run_integrity(directory: Path | None = None, json_file: Path | None = None, 
     for name, reason in invalid.items():
         report.reject(f"integrity/{name}", reason)
     report.note(_LEGEND)
-    console.print(matrix(cases))
-    for line in [machine_line(report.machine), *report.notes, *(f"FAILED {name}: {reason}" for name, reason in invalid.items())]:
-        report.say(line)
-    if json_file is not None:
-        write_json(json_file, report.as_json())
-        report.say(f"wrote {json_file}")
-    return CHECK_FAILED if invalid else FINE
+    report.table = matrix(cases)
+    return report
 
 
 def matrix(cases: Sequence[Case]) -> Table:

@@ -7,15 +7,13 @@ bytes. Every result is compared: decode's with torch's, append's byte by byte. T
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvtier.bench.measure import Alternative, interleave
-from kvtier.bench.plot import check_plot, plot_rows
-from kvtier.bench.report import Report, check_writable, noise_row, require_memory, size_name, throughput_row
+from kvtier.bench.report import Report, noise_row, require_memory, size_name, throughput_row
 from kvtier.errors import ConfigError
 from kvtier.kernels import OffsetTable, attention_decode, write_kv
 from kvtier.pools.layout import KVLayout, LayerGroup
@@ -68,25 +66,19 @@ class KernelsPlan:
         return 2 * self.sequences * self.tokens * self.heads * self.head_dim * TORCH_DTYPES[dtype].itemsize
 
 
-def run_kernels(json_file: Path | None = None, quick: bool = False, plot_file: Path | None = None, *,
-                plan: KernelsPlan | None = None) -> int:
-    """Measure, print a table, write the JSON and draw the picture.
+def measure_kernels(quick: bool = False, *, plan: KernelsPlan | None = None) -> Report:
+    """Measure.
 
     Args:
-        json_file: where the figures go; None writes none.
         quick: a smaller batch and fewer page sizes, some seconds in all.
-        plot_file: where the picture goes (a format that matplotlib writes); None draws none.
         plan: sizes; chosen when None.
 
     Returns:
-        0, or 1 when a result was wrong.
+        A report that has not been printed. Its config says under "invalid" where a result was wrong.
 
     Raises:
-        ConfigError: a file cannot be written, matplotlib is missing for the picture, or the pages do not fit into free memory.
+        ConfigError: the pages do not fit into free memory.
     """
-    if json_file is not None:
-        check_writable(json_file)
-    check_plot(plot_file)
     plan = KernelsPlan.for_this_machine(quick) if plan is None else plan
     if min(plan.sequences, plan.tokens, plan.append_tokens, plan.rounds) < 1:
         raise ConfigError(f"{plan.sequences} sequences of {plan.tokens} tokens, {plan.append_tokens} to append, {plan.rounds} rounds: a "
@@ -107,10 +99,7 @@ def run_kernels(json_file: Path | None = None, quick: bool = False, plot_file: P
             for page_tokens in plan.page_tokens:
                 _measure_decode(report, plan, dtype, page_tokens)
                 _measure_append(report, plan, dtype, page_tokens)
-    if plot_file is not None:
-        plot_rows(plot_file, "kvtier bench kernels", report.rows)
-        report.say(f"wrote {plot_file}")
-    return report.finish(json_file)
+    return report
 
 
 def _page_names(plan: KernelsPlan) -> list[str]:

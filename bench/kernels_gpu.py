@@ -12,12 +12,12 @@ from typing import Final
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvtier.bench.gpu import DEVICE_COPY, WARM_UP, open_gpu_report, until_done
 from kvtier.bench.measure import Alternative, interleave
 from kvtier.bench.report import Report, size_name, throughput_row
 from kvtier.errors import ConfigError
 from kvtier.kernels import DecodePlan, attention_decode
 
-LIMIT: Final = "device copy, bytes read and written"
 OURS: Final = "kvtier"
 
 
@@ -41,6 +41,11 @@ class GpuDecodePlan:
     page_tokens: tuple[int, ...] = (16, 32, 64, 128)
     rounds: int = 9
 
+    @classmethod
+    def usual(cls, quick: bool) -> GpuDecodePlan:
+        """The whole, or a smaller batch and two page sizes in 5 rounds."""
+        return cls(16, 2048, page_tokens=(16, 64), rounds=5) if quick else cls()
+
 
 def measure_gpu_decode(plan: GpuDecodePlan | None = None, device: str = "cuda") -> Report:
     """Measure each page size and ratio of heads.
@@ -56,12 +61,11 @@ def measure_gpu_decode(plan: GpuDecodePlan | None = None, device: str = "cuda") 
         ConfigError: a plan without work.
     """
     plan = GpuDecodePlan() if plan is None else plan
-    if min(plan.sequences, plan.tokens, plan.rounds) < 1 or any(plan.tokens % tokens for tokens in plan.page_tokens):
-        raise ConfigError(f"{plan.sequences} sequences of {plan.tokens} tokens, {plan.rounds} rounds: a decode benchmark needs at least 1 "
-                          f"of each, and whole pages of {plan.page_tokens}")
-    report = Report("kvtier bench kernels (GPU)", {
-        "command": "kernels", "device": device, "sequences": plan.sequences, "tokens": plan.tokens, "kv_heads": plan.heads,
-        "head_dim": plan.head_dim, "rounds": plan.rounds, "torch": torch.__version__})
+    if min(plan.sequences, plan.tokens) < 1 or any(plan.tokens % tokens for tokens in plan.page_tokens):
+        raise ConfigError(f"{plan.sequences} sequences of {plan.tokens} tokens: a decode benchmark needs at least 1 of each, and whole "
+                          f"pages of {plan.page_tokens}")
+    report = open_gpu_report("kernels", device, plan.rounds, {
+        "sequences": plan.sequences, "tokens": plan.tokens, "kv_heads": plan.heads, "head_dim": plan.head_dim})
     report.note(f"decode: {plan.sequences} sequences of {plan.tokens} tokens over {plan.heads} KV heads of {plan.head_dim}; GB/s of keys "
                 "and values read, from the call until the device is done. The size in a row's name is one page of keys; r is how many "
                 "query heads a KV head has.")
@@ -85,15 +89,11 @@ def _measure(report: Report, plan: GpuDecodePlan, device: str, page_tokens: int,
     target = torch.empty_like(source)
     results: list[torch.Tensor] = []
 
-    def copy() -> None:
-        target.copy_(source)
-        _wait(device)
-
     def decode() -> None:
         results.append(attention_decode(query, pages, table, lengths, layer=0, num_layers=1, plan=decode_plan, check_values=False))
-        _wait(device)
 
-    measured = interleave([Alternative(LIMIT, copy), Alternative(OURS, decode)], plan.rounds, warm_up=2)
+    measured = interleave([Alternative(DEVICE_COPY, until_done(device, lambda: target.copy_(source))),
+                           Alternative(OURS, until_done(device, decode))], plan.rounds, warm_up=WARM_UP)
     for sequence in {0, plan.sequences - 1}:
         keys, values = (pages[table[sequence, field].long()].transpose(0, 1).reshape(plan.heads, -1, plan.head_dim).float()
                         for field in (0, 1))
@@ -103,9 +103,4 @@ def _measure(report: Report, plan: GpuDecodePlan, device: str, page_tokens: int,
         if not error < 1e-2:
             report.reject(name, f"sequence {sequence} differs from torch's attention by {error:.1e} (allowed: 0.01)")
             return
-    report.add(throughput_row(name, measured, OURS, LIMIT, pages.numel() * pages.element_size()))
-
-
-def _wait(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize(device)
+    report.add(throughput_row(name, measured, OURS, DEVICE_COPY, pages.numel() * pages.element_size()))

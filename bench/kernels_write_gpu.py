@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from kvtier.bench.gpu import DEVICE_COPY, WARM_UP, open_gpu_report, until_done
 from kvtier.bench.measure import Alternative, interleave
 from kvtier.bench.report import Report, size_name, throughput_row
 from kvtier.errors import ConfigError
@@ -25,7 +26,6 @@ from kvtier.kernels import (
     write_kv,
 )
 
-LIMIT: Final = "device copy, bytes read and written"
 OURS: Final = "kvtier"
 
 
@@ -48,6 +48,11 @@ class GpuWritePlan:
     page_tokens: tuple[int, ...] = (16, 32, 64, 128)
     rounds: int = 9
 
+    @classmethod
+    def usual(cls, quick: bool) -> GpuWritePlan:
+        """The whole, or an eighth of the tokens and two page sizes in 5 rounds."""
+        return cls(16384, page_tokens=(16, 64), rounds=5) if quick else cls()
+
 
 def measure_gpu_write(plan: GpuWritePlan | None = None, device: str = "cuda") -> Report:
     """Measure append, fused write and partial copy for each page size, and NVFP4 both ways.
@@ -63,12 +68,10 @@ def measure_gpu_write(plan: GpuWritePlan | None = None, device: str = "cuda") ->
         ConfigError: a plan without work.
     """
     plan = GpuWritePlan() if plan is None else plan
-    if min(plan.tokens, plan.rounds) < 1 or any(plan.tokens % tokens for tokens in plan.page_tokens):
-        raise ConfigError(f"{plan.tokens} tokens, {plan.rounds} rounds: a benchmark of writes needs at least 1 of each, and whole pages of "
-                          f"{plan.page_tokens}")
-    report = Report("kvtier bench kernels (GPU, write path)", {
-        "command": "kernels", "device": device, "tokens": plan.tokens, "kv_heads": plan.heads, "head_dim": plan.head_dim,
-        "query_heads": plan.heads * plan.group, "rounds": plan.rounds, "torch": torch.__version__})
+    if plan.tokens < 1 or any(plan.tokens % tokens for tokens in plan.page_tokens):
+        raise ConfigError(f"{plan.tokens} tokens: a benchmark of writes needs at least 1, and whole pages of {plan.page_tokens}")
+    report = open_gpu_report("kernels, write path", device, plan.rounds, {
+        "tokens": plan.tokens, "kv_heads": plan.heads, "head_dim": plan.head_dim, "query_heads": plan.heads * plan.group})
     report.note(f"writes: {plan.tokens} tokens of one sequence, {plan.heads} KV heads of {plan.head_dim}; GB/s of bytes read and written, "
                 "from the call until the device is done. The size in a row's name is one page of keys.")
     for page_tokens in plan.page_tokens:
@@ -159,16 +162,10 @@ def _measure(report: Report, plan: GpuWritePlan, device: str, name: str, run: Ca
     source = torch.zeros(num_bytes // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 
-    def timed(work: Callable[[], object]) -> Callable[[], None]:
-        def turn() -> None:
-            work()
-            if device != "cpu":
-                torch.cuda.synchronize(device)
-        return turn
-
-    measured = interleave([Alternative(LIMIT, timed(lambda: target.copy_(source))), Alternative(OURS, timed(run))], plan.rounds, warm_up=2)
+    measured = interleave([Alternative(DEVICE_COPY, until_done(device, lambda: target.copy_(source))),
+                           Alternative(OURS, until_done(device, run))], plan.rounds, warm_up=WARM_UP)
     wrong = check()
     if wrong is not None:
         report.reject(name, wrong)
         return
-    report.add(throughput_row(name, measured, OURS, LIMIT, num_bytes))
+    report.add(throughput_row(name, measured, OURS, DEVICE_COPY, num_bytes))

@@ -20,7 +20,7 @@ from kvtier.bench.ledger_plan import VLLM, LedgerPlan
 from kvtier.bench.ledger_rig import MAX_EVENTS, TOKENS_PER_BLOCK, Side, Workload, is_compiled
 from kvtier.bench.ledger_workloads import BUFFER, LIST, READY, Compare, Decode, Evict, HostTier, Insert, Match, Turns
 from kvtier.bench.measure import Interleaved, interleave
-from kvtier.bench.report import Limit, Report, ResultRow, check_writable
+from kvtier.bench.report import Limit, Report, ResultRow
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.tiering.ledger import ledger as ledger_module
 
@@ -30,23 +30,20 @@ MICRO: Final = 1e6
 COMPARE: Final = "comparing the prompt's bytes"
 
 
-def run_ledger(json_file: Path | None = None, quick: bool = False, peer: str | None = None, *, plan: LedgerPlan | None = None) -> int:
-    """Measure, print a table, write the JSON.
+def measure_ledger(quick: bool = False, peer: str | None = None, *, plan: LedgerPlan | None = None) -> Report:
+    """Measure.
 
     Args:
-        json_file: where the figures go; None writes none.
         quick: fewer rounds and smaller pools, about a minute.
         peer: "vllm" measures vLLM's bookkeeping beside ours, "none" ours alone; None takes vLLM where it is installed.
         plan: sizes; the usual ones when None.
 
     Returns:
-        0, or 1 when a workload gave a wrong result.
+        A report that has not been printed. Its config says under "invalid" where a workload gave a wrong result.
 
     Raises:
-        ConfigError: ``json_file`` cannot be written; vLLM is asked for and not installed.
+        ConfigError: vLLM is asked for and not installed.
     """
-    if json_file is not None:
-        check_writable(json_file)
     plan = plan if plan is not None else LedgerPlan.usual(quick)
     with_vllm = _wants_vllm(peer)
     report = _open_report(plan, quick, with_vllm)
@@ -55,7 +52,7 @@ def run_ledger(json_file: Path | None = None, quick: bool = False, peer: str | N
         _measure(report, name, make, plan)
         gc.collect()  # what this workload kept
     add_growth(report, plan, with_vllm)
-    return report.finish(json_file)
+    return report
 
 
 def _wants_vllm(peer: str | None) -> bool:
@@ -78,6 +75,7 @@ def _open_report(plan: LedgerPlan, quick: bool, with_vllm: bool) -> Report:
         "command": "ledger", "quick": quick, "compiled": is_compiled(), "ledger_module": Path(str(ledger_module.__file__)).name,
         "tokens_per_block": TOKENS_PER_BLOCK, "levels": ["primary", "secondary", "nvme"], "max_events": MAX_EVENTS,
         "clock": "CPU time of the thread", "garbage_collection": "off inside a round", "peers": peers} | asdict(plan))
+    report.baselines = (VLLM,)
     if not is_compiled():
         report.note("The ledger's modules are plain Python here; `make bench-ledger` measures them compiled.")
     if not with_vllm:
@@ -133,11 +131,14 @@ def _evict(name: str, plan: LedgerPlan, pool: int, with_vllm: bool) -> Callable[
         dropped: dict[str, Side] = {name: Evict(tokens, inserts, pool, pool, offload=False),
                                     f"{name}/events-read": Evict(tokens, inserts, pool, pool, offload=False, read=True),
                                     f"{name}/events-off": Evict(tokens, inserts, pool, pool, offload=False, events=False)}
-        sides = dropped | {f"{name}/offload": Evict(tokens, inserts, pool, pool, offload=True)}
+        sides = dropped | {f"{name}/offload": Evict(tokens, inserts, pool, pool, offload=True),
+                           f"{name}/first": Evict(tokens, 1, pool, pool, offload=False)}
         peers = {}
         if with_vllm:
             from kvtier.bench.ledger_vllm import VllmInsert
             peers = _insert_peers(name, list(dropped))  # a manager of one level has nothing to hold against an offload
+            peers[f"{name}/first"] = {VLLM: f"{name}/first/vllm"}
+            sides[f"{name}/first/vllm"] = VllmInsert(tokens, 1, pool)
             sides[f"{name}/vllm"] = VllmInsert(tokens, inserts, pool)
             sides[f"{name}/vllm-events"] = VllmInsert(tokens, inserts, pool, events=True)
         return Workload(sides, peers)

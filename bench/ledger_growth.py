@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Final
 
 from kvtier.bench.ledger_memory import LOWER_BLOCKS, bytes_per_block
 from kvtier.bench.ledger_plan import VLLM, LedgerPlan
 from kvtier.bench.ledger_rig import Side
 from kvtier.bench.ledger_workloads import Evict, Siblings, blocks_of
-from kvtier.bench.measure import Interleaved, interleave
-from kvtier.bench.report import Report, ResultRow
+from kvtier.bench.measure import LEAST_ROUNDS, Interleaved, Spread, interleave
+from kvtier.bench.report import Report, ResultRow, spread_row
 from kvtier.errors import KVTierError
 
 NAME: Final = "ledger/growth"
@@ -70,15 +71,19 @@ def _add_ratio(report: Report, name: str, measured: Interleaved, smallest: str, 
 def _add_memory(report: Report, num_blocks: int, with_vllm: bool) -> None:
     name = f"{NAME}/bytes-per-block"
     report.say(f"measuring {name}")
+    ours: list[float] = []
+    theirs: list[float] = []
     try:
-        ours = bytes_per_block(num_blocks, "kvtier")
-        theirs = bytes_per_block(num_blocks, VLLM) if with_vllm else None
+        for _ in range(LEAST_ROUNDS):
+            ours.append(bytes_per_block(num_blocks, "kvtier"))
+            theirs += [bytes_per_block(num_blocks, VLLM)] if with_vllm else []
     except KVTierError as error:
         report.reject(name, str(error))
         return
-    report.add(ResultRow(name, "B", ours, ours, ours, peers={} if theirs is None else {VLLM: theirs / ours}))
-    if theirs is not None:
-        report.add(ResultRow(f"{name}/vllm", "B", theirs, theirs, theirs))
+    ratios = {VLLM: Spread.of([one / other for one, other in zip(theirs, ours, strict=True)]).median} if theirs else {}
+    report.add(replace(spread_row(name, "B", Spread.of(ours)), peers=ratios))
+    if theirs:
+        report.add(spread_row(f"{name}/vllm", "B", Spread.of(theirs)))
 
 
 def _full_pools(pools: Mapping[str, int], num_tokens: int, with_vllm: bool) -> dict[str, Side]:

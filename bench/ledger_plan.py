@@ -14,9 +14,9 @@ class LedgerPlan:
     """How much is measured. Lengths are in tokens, pools in blocks.
 
     Attributes:
-        rounds: recorded for each workload; fewer, but at least three, when its ``seconds`` are over before.
+        rounds: recorded for each workload; fewer, but at least five, when its ``seconds`` are over before.
         match_tokens: the prompt of W1 and W1S; in W1S others branch off after every ``branch_every`` blocks.
-        insert_tokens, inserts: prompts of W2 and W3, and how many in one turn.
+        insert_tokens, inserts: prompts of W2 and W3, and how many in one turn. In the rows that end in ``first`` a turn is one of them.
         evict_pools: W3's pools.
         decode_sequences, decode_tokens, decode_steps: W4.
         users, history, added, turns: W5.
@@ -30,7 +30,7 @@ class LedgerPlan:
     match_tokens: int = 32_768
     branch_every: int = 8
     insert_tokens: int = 8_192
-    inserts: int = 4
+    inserts: int = 16
     evict_pools: tuple[int, ...] = (4_096, 65_536)
     decode_sequences: int = 256
     decode_tokens: int = 480

@@ -19,7 +19,7 @@ import torch
 from kvtier.bench.load_engine import TimedEngine, block_content
 from kvtier.bench.measure import LEAST_ROUNDS, Alternative, Interleaved
 from kvtier.bench.nvme import working_folder
-from kvtier.bench.report import Limit, Report, ResultRow, check_writable, require_memory, size_name
+from kvtier.bench.report import Limit, Report, ResultRow, require_memory, size_name
 from kvtier.errors import ConfigError, TransferError
 from kvtier.io.store_directory import expand
 from kvtier.pools.layout import KVLayout
@@ -48,7 +48,7 @@ class LoadPlan:
         block_bytes: of a block of 32 tokens.
         num_blocks: of the stored prefix.
         tokens_per_second: of the engine.
-        rounds: recorded at each point; fewer, but at least three, when ``seconds`` per point are over before.
+        rounds: recorded at each point; fewer, but at least five, when ``seconds`` per point are over before.
     """
 
     block_bytes: tuple[int, ...]
@@ -59,9 +59,9 @@ class LoadPlan:
 
     @classmethod
     def usual(cls, quick: bool) -> LoadPlan:
-        """18 points of 7 rounds, or 8 of 3."""
+        """18 points of 7 rounds, or 4 of 5."""
         if quick:
-            return cls((256 << 10, 2 << 20), (16, 64), (5e3, 5e5), 3, 5.0)
+            return cls((256 << 10, 2 << 20), (16,), (5e3, 5e5), 5, 5.0)
         return cls((64 << 10, 512 << 10, 2 << 20), (16, 64), (5e3, 5e4, 5e5), 7, 30.0)
 
     def check(self) -> None:
@@ -71,23 +71,20 @@ class LoadPlan:
             raise ConfigError(f"{self}: needs at least 1 round and 1 block, engines of a positive speed, and blocks of whole pages")
 
 
-def run_load(directory: Path | None = None, json_file: Path | None = None, quick: bool = False, *, plan: LoadPlan | None = None) -> int:
-    """Measure, print a table, write the JSON.
+def measure_load(directory: Path | None = None, quick: bool = False, *, plan: LoadPlan | None = None) -> Report:
+    """Measure.
 
     Args:
         directory: a folder on the drive to measure; the current folder when None. What is written there is removed again.
-        json_file: where the figures go; None writes none.
         quick: fewer points and rounds.
         plan: grid and rounds; the usual ones when None.
 
     Returns:
-        0, or 1 when bytes differed or could not be read.
+        A report that has not been printed. Its config says under "invalid" where bytes differed or could not be read.
 
     Raises:
-        ConfigError: the directory or ``json_file`` cannot be used, or there is too little memory.
+        ConfigError: the directory cannot be used, or there is too little memory.
     """
-    if json_file is not None:
-        check_writable(json_file)
     plan = plan if plan is not None else LoadPlan.usual(quick)
     plan.check()
     parent = expand(directory) if directory is not None else Path.cwd()
@@ -99,6 +96,7 @@ def run_load(directory: Path | None = None, json_file: Path | None = None, quick
         "tokens_per_block": TOKENS_PER_BLOCK, "tokens_per_second": list(plan.tokens_per_second), "rounds": plan.rounds,
         "learning_rounds": LEARNING_ROUNDS, "engine": "busy wait: 1 ms, a part per token, a part per attended pair",
         "decisions": decisions}, parent)
+    report.baselines = (RECOMPUTE, LOAD)
     ratios: list[float] = []
     best: list[float] = []
     with working_folder(parent) as folder:
@@ -124,7 +122,7 @@ def run_load(directory: Path | None = None, json_file: Path | None = None, quick
         report.note("Ratios: how many times as soon the first token is there; load/grid is the median over the points. The tier that "
                     "decides knows drive and engine from the turns of all three, also where its own would have shown it one of them "
                     "only: it is one that has run for a while.")
-    return report.finish(json_file)
+    return report
 
 
 def _row(name: str, measured: Interleaved) -> ResultRow:
@@ -153,6 +151,7 @@ class _Store:
                           for number in range(num_blocks)]
         self._next_id = 0
         self._valid = 0
+        self._found = 0
 
     def __enter__(self) -> _Store:
         self._cache = self._open()
@@ -191,9 +190,10 @@ class _Store:
         def turn(way: str) -> Alternative:
             def prepare() -> None:
                 self._to_nvme()
+                self._found = self._cache.stats().hit_tokens.nvme
                 with self._cache.locked() as ledger:
                     ledger.loading = decider if way == OURS else None
-            return Alternative(way, lambda: self._first_token(engine, way), prepare, self._verify)
+            return Alternative(way, lambda: self._first_token(engine, way), prepare, lambda: self._verify(way))
 
         ways = [turn(way) for way in (RECOMPUTE, LOAD, OURS)]
         for _ in range(LEARNING_ROUNDS):
@@ -214,9 +214,13 @@ class _Store:
         seconds = engine.prefill(self._valid, len(self._prompt))
         self._cache.report_prefill(range(self._valid, len(self._prompt)), seconds)
 
-    def _verify(self) -> None:
-        """Compare what was reused; then put in place what a real engine would have computed, and end the sequence. Not timed."""
+    def _verify(self, way: str) -> None:
+        """Compare what was reused and where it came from; then put in place what a real engine would have computed, and end the sequence.
+        Not timed."""
         request_id, valid = self._next_id, self._valid
+        loaded = self._cache.stats().hit_tokens.nvme - self._found
+        if loaded != {RECOMPUTE: 0, LOAD: self._num_blocks * TOKENS_PER_BLOCK}.get(way, valid) or loaded != valid:
+            raise TransferError(f"{way}: {loaded} tokens came from NVMe and {valid} were reused")
         pool = self._cache.pool().primary
         for number, block_id in enumerate(self._cache.block_ids(request_id)[:valid // TOKENS_PER_BLOCK]):
             slot = self._cache.block(block_id).slot

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-LEAST_ROUNDS: Final = 3
-"""Rounds that are run even when they take longer than the time allowed: fewer have no middle."""
+LEAST_ROUNDS: Final = 5
+"""Rounds that are run even when they take longer than the time allowed: a median and a range of fewer say little."""
 
 
 def nothing() -> None:

@@ -20,13 +20,11 @@ from kvtier.bench import INSTALL_DEMO
 from kvtier.bench.fio import Fio, find_fio
 from kvtier.bench.measure import LEAST_ROUNDS, Interleaved
 from kvtier.bench.nvme_point import OURS, Buffers, CpuTimes, NvmePlan, Point
-from kvtier.bench.plot import check_plot, plot_rows
 from kvtier.bench.removal import remove_folder
 from kvtier.bench.report import (
     Limit,
     Report,
     ResultRow,
-    check_writable,
     noise_row,
     require_memory,
     size_name,
@@ -41,40 +39,33 @@ from kvtier.io.store_open import default_reserve
 from kvtier.pools.host_memory import free_disk_bytes, mount_of
 from kvtier.pools.nvme_geometry import NvmeGeometry
 from kvtier.pools.sizing import format_bytes
-from kvtier.tiering.file_workers import MAX_WRITE_BATCH
+from kvtier.tiering.write_lane import MAX_WRITE_BATCH
 
-__all__ = ["NvmePlan", "run_nvme"]
+__all__ = ["NvmePlan", "measure_nvme"]
 
 FIRST_TOKEN: Final = "nvme/first-token"
 WARM_START: Final = "nvme/warm_start"
 AGAIN: Final = "the limit again"
 
 
-def run_nvme(directory: Path | None = None, json_file: Path | None = None, quick: bool = False, plot_file: Path | None = None, *,
-             plan: NvmePlan | Sequence[NvmePlan] | None = None, faults: Faults | None = None, first_token: bool = True,
-             warm_start: bool = True) -> int:
-    """Measure, print a table, write the JSON and draw the picture.
+def measure_nvme(directory: Path | None = None, quick: bool = False, *, plan: NvmePlan | Sequence[NvmePlan] | None = None,
+                 faults: Faults | None = None, first_token: bool = True, warm_start: bool = True) -> Report:
+    """Measure.
 
     Args:
         directory: a folder on the drive to measure; the current folder when None. What is written there is removed again.
-        json_file: where the figures go; None writes none.
         quick: smaller files, fewer sizes and rounds, about a minute.
-        plot_file: where the picture goes; None draws none.
         plan: sizes; the usual ones when None.
         faults: injected into the store, for tests.
         first_token: also measure the time to first token of a prefix that is on the drive.
         warm_start: also measure how long a manager takes to start over a directory with many blocks.
 
     Returns:
-        0, or 1 when a write or read failed or bytes differed.
+        A report that has not been printed. Its config says under "invalid" where a write or read failed or bytes differed.
 
     Raises:
-        ConfigError: the directory or a file cannot be used, matplotlib is missing for the picture, or disk or memory have too little
-            room.
+        ConfigError: the directory cannot be used, or disk or memory have too little room.
     """
-    if json_file is not None:
-        check_writable(json_file)
-    check_plot(plot_file)
     plans = NvmePlan.usual(quick) if plan is None else [plan] if isinstance(plan, NvmePlan) else list(plan)
     for each in plans:
         each.check()
@@ -93,10 +84,7 @@ def run_nvme(directory: Path | None = None, json_file: Path | None = None, quick
             _add_warm_start(report, folder, quick)
         if first_token:
             _add_first_token(report, folder, quick)
-    if plot_file is not None and report.rows:
-        plot_rows(plot_file, "kvtier bench nvme", report.rows)
-        report.say(f"wrote {plot_file}")
-    return report.finish(json_file)
+    return report
 
 
 def _open_report(plans: Sequence[NvmePlan], quick: bool, directory: Path, refusal: str | None) -> Report:
@@ -111,6 +99,7 @@ def _open_report(plans: Sequence[NvmePlan], quick: bool, directory: Path, refusa
     kind, mount = mount_of(directory)
     if kind in MEMORY_FILE_SYSTEMS:
         report.note(f"{mount} is {kind}, which is memory: these figures say nothing about a drive.")
+    report.baselines = ("recomputing",)
     report.note("cpu: CPU time of all threads, kernel included, beside the plain loop's. noise: fio, or the plain loop where there is no "
                 "fio, against itself.")
     return report

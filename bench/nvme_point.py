@@ -24,7 +24,7 @@ from kvtier.io.faults import Faults
 from kvtier.io.nvme_store import BlockWrite, NvmeStore
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.nvme_geometry import PAGE_BYTES, NvmeGeometry
-from kvtier.tiering.file_workers import MAX_WRITE_BATCH
+from kvtier.tiering.write_lane import MAX_WRITE_BATCH
 
 OURS: Final = "kvtier"
 _NAMESPACE: Final = '{"model": "kvtier bench nvme"}'
@@ -37,7 +37,7 @@ class NvmePlan:
 
     Attributes:
         num_blocks: blocks per file, a multiple of ``depth``.
-        rounds: recorded; fewer, but at least three, when ``seconds`` are over before.
+        rounds: recorded; fewer, but at least five, when ``seconds`` are over before.
         seconds: time allowed for the rounds.
         block_bytes: whole pages.
         depth: reads or writes in the drive at once, for everybody.

@@ -13,10 +13,10 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -71,6 +71,26 @@ class ResultRow:
                 "limit": self.limit.as_json() if self.limit is not None else None, "ratio": self.ratio,
                 "peers": dict(self.peers)}
 
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> ResultRow:
+        """A row that was written. Raises KeyError, TypeError or ValueError for what is none."""
+        limit = row["limit"]
+        return cls(str(row["name"]), str(row["unit"]), float(row["median"]), float(row["low"]), float(row["high"]),
+                   None if limit is None else Limit(str(limit["name"]), float(limit["value"])),
+                   None if row["ratio"] is None else float(row["ratio"]), {str(name): float(each) for name, each in row["peers"].items()})
+
+
+def losses(rows: Sequence[ResultRow], baselines: Sequence[str]) -> list[str]:
+    """In words, each row that is worse than one of the baselines, which are limits or peers whose names begin so."""
+    found = []
+    for row in rows:
+        others = dict(row.peers)
+        if row.limit is not None and row.ratio is not None:
+            others = {row.limit.name: row.ratio} | others
+        found += [f"{row.name} LOSES to {name}: {ratio:.2f}" for name, ratio in others.items()
+                  if ratio < 1.0 and name.startswith(tuple(baselines))]
+    return found
+
 
 def throughput_row(name: str, measured: Interleaved, ours: str, limit: str, num_bytes: int,
                    peers: Mapping[str, str] | None = None) -> ResultRow:
@@ -107,6 +127,10 @@ class Report:
         config: how it was measured; plain values.
         directory: folder whose mount belongs to the machine's description; None where no file is involved.
         console: where the table goes; the standard output when None.
+
+    Attributes:
+        table: shown instead of the rows, by a benchmark whose rows say less than a table of its own.
+        baselines: names of limits and peers that a user could have instead of the tier; where a row loses to one, a line says so.
     """
 
     def __init__(self, title: str, config: Mapping[str, object], directory: Path | None = None,
@@ -116,12 +140,18 @@ class Report:
         self.notes: list[str] = []
         self.invalid: dict[str, str] = {}
         self.machine = describe_machine(directory)
+        self.table: RenderableType | None = None
+        self.baselines: tuple[str, ...] = ()
         self._config = dict(config)
         self._console = console if console is not None else Console()
 
     def say(self, text: str) -> None:
         """Print a line about what happens now. Never from inside a timed part."""
         self._console.print(Text(text))
+
+    def show(self, table: RenderableType) -> None:
+        """Print a further table."""
+        self._console.print(table)
 
     def note(self, text: str) -> None:
         """Keep a remark without which the figures would be misread; it stands below the table and in the JSON."""
@@ -135,18 +165,32 @@ class Report:
         """A row's check failed: there is no figure, and the exit code says so."""
         self.invalid[name] = reason
 
+    def take(self, other: Report) -> None:
+        """Everything that another report has found goes on in this one."""
+        self.rows += other.rows
+        self.notes += other.notes
+        self.invalid |= other.invalid
+        self.baselines = tuple(dict.fromkeys((*self.baselines, *other.baselines)))
+
     def as_json(self) -> dict[str, object]:
         """The whole report as plain values."""
-        config = self._config | {"notes": list(self.notes),
+        config: dict[str, object] = self._config | {"notes": list(self.notes),
                                  "invalid": [{"name": name, "reason": reason} for name, reason in self.invalid.items()]}
+        if self.baselines:
+            config["losses"] = losses(self.rows, self.baselines)
         return {"kvtier": kvtier.__version__, "machine": self.machine, "config": config,
                 "results": [row.as_json() for row in self.rows]}
 
     def finish(self, json_file: Path | None) -> int:
         """Print the table, write the JSON and return the exit code: 1 when a row's check failed, else 0."""
-        self._console.print(result_table(self.title, self.rows, self.invalid))
-        for line in [machine_line(self.machine), *limit_lines(self.rows), *self.notes]:
+        limits = limit_lines(self.rows) if self.table is None else []
+        self.show(result_table(self.title, self.rows, self.invalid) if self.table is None else self.table)
+        for line in [machine_line(self.machine), *limits, *self.notes, *losses(self.rows, self.baselines)]:
             self.say(line)
+        return self.write(json_file)
+
+    def write(self, json_file: Path | None) -> int:
+        """Say which rows did not hold, write the JSON and return the exit code."""
         for name, reason in self.invalid.items():
             self.say(f"INVALID {name}: {reason}")
         if json_file is not None:
@@ -161,8 +205,8 @@ def result_table(title: str, rows: Sequence[ResultRow], invalid: Mapping[str, st
     for heading in ("what", "median", "low-high", "limit", "ratio"):
         table.add_column(heading, justify="left" if heading == "what" else "right", no_wrap=True)
     for row in rows:
-        table.add_row(Text(row.name), f"{_figure(row.median)} {row.unit}", f"{_figure(row.low)}-{_figure(row.high)}",
-                      _figure(row.limit.value) if row.limit is not None else "-",
+        table.add_row(Text(row.name), f"{figure(row.median)} {row.unit}", f"{figure(row.low)}-{figure(row.high)}",
+                      figure(row.limit.value) if row.limit is not None else "-",
                       f"{row.ratio:.2f}" if row.ratio is not None else "-")
         for peer, ratio in row.peers.items():
             table.add_row(Text(f"  against {peer}"), "", "", "", f"{ratio:.2f}")
@@ -238,6 +282,8 @@ def check_writable(path: Path) -> None:
         ConfigError: it is a folder, or its folder is missing or cannot be written.
     """
     try:
+        if str(path) == "-":
+            raise ConfigError(f"{path}: the table goes to the standard output; name a file, or /dev/stdout for the figures after it")
         if path.is_dir():
             raise ConfigError(f"{path} is a folder; name a file for the figures")
         if _is_special(path):
@@ -293,7 +339,7 @@ def _partial_of(path: Path) -> Path:
     return target.with_name(f".{target.name}.{os.getpid()}.partial")
 
 
-def _figure(value: float) -> str:
+def figure(value: float) -> str:
     """Three significant digits, without an exponent."""
     if abs(value) >= 100:
         return f"{value:.0f}"

@@ -38,13 +38,15 @@ class HitTokens:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one engine, in tokens: its own pool, the tier's levels, and the longest request; ``at_once``: requests in flight."""
+    """Of one engine, in tokens: its own pool, the tier's levels, and the longest request; ``at_once``: requests in flight; ``engines``:
+    how many run at the same time and share the machine."""
 
     pool: int
     host: int
     nvme: int
     longest: int
     at_once: int
+    engines: int = 2
 
 
 class ServedEngine(Protocol):
@@ -66,11 +68,15 @@ class ServedEngine(Protocol):
 class EngineMaker(Protocol):
     """A kind of engine with a model."""
 
-    vocabulary: int
     max_tokens: int
 
+    def encode(self, text: str) -> Sequence[int]:
+        """The model's tokens of a text, without special ones."""
+        ...
+
     def start(self, sizes: Sizes, folder: Path | None) -> ServedEngine:
-        """With a tier whose NVMe level is in this folder, or without one. Raises ServeError."""
+        """With a tier whose NVMe level is in this folder (without that level, where ``sizes.nvme`` is 0), or without a tier. Raises
+        ServeError."""
         ...
 
     def as_json(self) -> dict[str, object]: ...

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from kvtier.bench.plot import new_figure
 from kvtier.bench.report import ResultRow
-from kvtier.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SHOWN: Final = {"ttft_p50": "time to first token, median", "ttft_p90": "time to first token, 90 %", "throughput": "throughput"}
 
 
-def plot_serve(file: Path, title: str, rows: Sequence[ResultRow]) -> None:
-    """Draw rows named ``serve/engine/kind/at_once/figure``; others are left out.
-
-    Raises:
-        ConfigError: there is nothing to draw, or matplotlib does not know the format.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    panels = serve_panels(rows)
-    if not panels:
-        raise ConfigError(f"--plot {file}: no row of a served point, so there is nothing to draw")
+def draw_serve(panels: dict[tuple[str, str], list[tuple[int, ResultRow]]]) -> Figure:
+    """A line of panels for each kind of point, one for each of ``SHOWN``; ``panels`` as :func:`serve_panels` finds them."""
     kinds = list(dict.fromkeys(kind for kind, _ in panels))
-    picture = Figure(figsize=(4.2 * len(SHOWN), 3.0 * len(kinds)), layout="constrained")
-    FigureCanvasAgg(picture)
-    picture.suptitle(title)
+    picture = new_figure(4.2 * len(SHOWN), 3.0 * len(kinds))
     for (kind, figure), points in panels.items():
         axes = picture.add_subplot(len(kinds), len(SHOWN), kinds.index(kind) * len(SHOWN) + list(SHOWN).index(figure) + 1)
         places = range(len(points))
@@ -38,10 +29,7 @@ def plot_serve(file: Path, title: str, rows: Sequence[ResultRow]) -> None:
         axes.set_ylabel(found[0].unit)
         axes.set_title(f"{kind}: {SHOWN[figure]}", fontsize=9)
         axes.legend(fontsize=7)
-    try:
-        picture.savefig(file)
-    except ValueError as error:  # an ending that is no format
-        raise ConfigError(f"--plot {file}: {error}") from error
+    return picture
 
 
 def serve_panels(rows: Sequence[ResultRow]) -> dict[tuple[str, str], list[tuple[int, ResultRow]]]:

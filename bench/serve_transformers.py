@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvtier.bench import openmp_waiting  # noqa: F401 # isort: skip - before torch is loaded
@@ -34,32 +34,31 @@ class TransformersMaker:
         check_device(device)
         self._folder = model
         self._device = device
-        self._loaded: dict[bool, DemoModel] = {}  # one for each of two engines: a model is attached to one pool at a time
-        config = self._model(True).model.config
-        self.vocabulary = int(config.vocab_size)
-        self.max_tokens = int(config.max_position_embeddings)
+        self._first = load_demo_model(model, device=device)
+        self._unused = [self._first]  # each engine has a model of its own: one is attached to one pool at a time
+        self.max_tokens = int(self._first.model.config.max_position_embeddings)
+
+    def encode(self, text: str) -> Sequence[int]:
+        return [int(token) for token in self._first.tokenizer.encode(text, add_special_tokens=False)]
 
     def as_json(self) -> dict[str, object]:
-        return {"name": "transformers", "model": self._model(True).identity, "device": self._device}
+        return {"name": "transformers", "model": self._first.identity, "device": self._device}
 
     def start(self, sizes: Sizes, folder: Path | None) -> TransformersEngine:
-        return TransformersEngine(self._model(folder is not None), self._device, sizes, folder)
-
-    def _model(self, has_tier: bool) -> DemoModel:
-        if has_tier not in self._loaded:
-            self._loaded[has_tier] = load_demo_model(self._folder, device=self._device)
-        return self._loaded[has_tier]
+        model = self._unused.pop() if self._unused else load_demo_model(self._folder, device=self._device)
+        return TransformersEngine(model, self._device, sizes, folder, lambda: self._unused.append(model))
 
 
 class TransformersEngine:
     """See ``ServedEngine``."""
 
-    def __init__(self, model: DemoModel, device: str, sizes: Sizes, folder: Path | None) -> None:
+    def __init__(self, model: DemoModel, device: str, sizes: Sizes, folder: Path | None, give_back: Callable[[], None]) -> None:
         def blocks(tokens: int) -> str:
             return f"{-(-tokens // BLOCK)} blocks"
+        self._give_back = give_back
         layout = layout_of(model.model.config, dtype=model.model.dtype, tokens_per_block=BLOCK)
         config = TierConfig(primary=blocks(sizes.pool + BLOCK), secondary=blocks(sizes.host if folder is not None else 0),
-                            nvme=blocks(sizes.nvme if folder is not None else 0), nvme_directory=folder,
+                            nvme=blocks(sizes.nvme if folder is not None else 0), nvme_directory=folder if sizes.nvme else None,
                             max_batch_size=sizes.at_once, max_seq_len=-(-sizes.longest // BLOCK) * BLOCK, chunk_size=CHUNK_SIZE,
                             event_buffer_max_size=0, load_decision="always")  # as for vLLM; otherwise a small model recomputes
         self._cache = KVCacheManager(layout, config, device=device, model=model.identity)
@@ -100,3 +99,4 @@ class TransformersEngine:
         self._loop.close()
         self._attached.detach()
         self._cache.close()
+        self._give_back()

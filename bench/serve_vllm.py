@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final
 
 from kvtier.bench.check_engine import EngineTrouble
 from kvtier.bench.check_flush import Clock, wait_until_written
@@ -30,8 +30,8 @@ from kvtier.errors import ConfigError
 
 START_SECONDS: Final = 600.0
 ANSWER_SECONDS: Final = 600.0
-SHARE_OF_GPU: Final = 0.42
-"""Both engines are on one GPU at the same time; each has as many blocks as the plan says."""
+SHARE_OF_GPU: Final = 0.84
+"""All engines are on one GPU at the same time and share this; each has as many blocks as the plan says."""
 
 _MOST_WAITING: Final = 256  # requests of a trace in flight
 
@@ -53,11 +53,17 @@ class VllmMaker:
                               "or use --engine transformers")
         self.model = model if model is not None else _demo_folder()
         self.arguments = shlex.split(arguments)
+        self._tokenizer: Any = None
         self.token_bytes = find_model(self.model).token_bytes("float32")  # whatever the dtype: it is never wider
         config = Path(self.model) / "config.json"
         known = json.loads(config.read_text()) if config.is_file() else {}
-        self.vocabulary = int(known.get("vocab_size", 30_000))
         self.max_tokens = min(int(known.get("max_position_embeddings", 8192)), 32_768)
+
+    def encode(self, text: str) -> Sequence[int]:
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer  # vLLM brings it
+            self._tokenizer = AutoTokenizer.from_pretrained(self.model)
+        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
 
     def as_json(self) -> dict[str, object]:
         import importlib.metadata
@@ -69,7 +75,8 @@ class VllmMaker:
         port = _free_port()
         blocks = -(-sizes.pool // BLOCK) + 1
         options = ["--host", "127.0.0.1", "--port", str(port), "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(blocks),
-                   "--max-model-len", str(-(-sizes.longest // BLOCK) * BLOCK), "--gpu-memory-utilization", str(SHARE_OF_GPU),
+                   "--max-model-len", str(-(-sizes.longest // BLOCK) * BLOCK),
+                   "--gpu-memory-utilization", f"{SHARE_OF_GPU / sizes.engines:g}",
                    "--max-num-seqs", str(max(sizes.at_once, 1))]
         if folder is not None:
             options += ["--kv-transfer-config", json.dumps(self._tier(sizes, folder))]
@@ -81,10 +88,10 @@ class VllmMaker:
     def _tier(self, sizes: Sizes, folder: Path) -> dict[str, object]:
         def size(tokens: int) -> str:
             return f"{-(-tokens * self.token_bytes // (1 << 20)) + 64}MiB"
+        nvme = {"nvme": size(sizes.nvme), "nvme_directory": str(folder), "nvme_free_space_reserve": "64MiB"} if sizes.nvme else {}
         return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {"spec_name": "TieredSpec", "spec_module_path": "kvtier.tiering.attach.vllm",
-                                              "secondary": size(sizes.host), "nvme": size(sizes.nvme), "nvme_directory": str(folder),
-                                              "nvme_free_space_reserve": "64MiB", "lookup_timeout": 60.0}}
+                                              "secondary": size(sizes.host), **nvme, "lookup_timeout": 60.0}}
 
 
 class VllmServer:

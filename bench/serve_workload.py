@@ -1,7 +1,7 @@
 """What ``kvtier bench serve`` has served: conversations of returning users, prompts that nobody repeats, or a trace's arrivals.
 
-All prompts are settled in advance, answers of earlier turns included, so that every engine gets the same tokens. A salt keeps what one
-turn of the measurement stores from being found by the next.
+Prompts are real text (``serve_text``), settled in advance, answers of earlier turns included, so that every engine gets the same tokens. A
+salt keeps what one turn of the measurement stores from being found by the next.
 """
 
 from __future__ import annotations
@@ -10,14 +10,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
-import numpy as np
-
+from kvtier.bench.serve_text import TextSource
 from kvtier.bench.trace import Trace, read_trace
 from kvtier.errors import ConfigError
-
-LOWEST_TOKEN: Final = 100  # special tokens stand before
 
 
 @dataclass(frozen=True)
@@ -63,6 +59,10 @@ class Workload:
         """The same under a salt of its own."""
         return Workload(*(tuple(replace(asked, salt=salt) for asked in part) for part in (self.before, self.timed)))
 
+    def recomputed(self, salt: str) -> Workload:
+        """The timed part alone, each request under a salt of its own, so that nothing can be reused, wherever it is."""
+        return Workload((), tuple(replace(asked, salt=f"{salt} {number}") for number, asked in enumerate(self.timed)))
+
     @property
     def timed_tokens(self) -> int:
         """Prompt and answer tokens of the timed part: what throughput counts."""
@@ -88,26 +88,29 @@ class Shape:
         return self.shared + self.turns * self.per_turn + (self.turns - 1) * self.answer + self.answer
 
 
-def returning_users(rng: random.Random, shape: Shape, users: int, vocabulary: int) -> Workload:
+def returning_users(text: TextSource, seed: str, shape: Shape, users: int) -> Workload:
     """Everybody speaks once (not timed), then everybody again in another order, and so on."""
-    shared = _tokens(rng, shape.shared, vocabulary)
-    histories = [shared + _tokens(rng, shape.per_turn, vocabulary) for _ in range(users)]
+    shared = text.passage(f"0. What all users of {seed} begin with", shape.shared)
+    histories = [shared + text.passage(f"{user}. A user of {seed}", shape.per_turn) for user in range(1, users + 1)]
     turns: list[list[Asked]] = [[Asked(history, shape.answer) for history in histories]]
-    for _ in range(shape.turns - 1):
-        histories = [history + _tokens(rng, shape.answer + shape.per_turn, vocabulary) for history in histories]
+    order = random.Random(seed)
+    for turn in range(1, shape.turns):
+        histories = [history + text.passage(f"{user}. Turn {turn} of {seed}", shape.answer + shape.per_turn)
+                     for user, history in enumerate(histories, start=1)]
         turns.append([Asked(history, shape.answer) for history in histories])
-        rng.shuffle(turns[-1])
+        order.shuffle(turns[-1])
     return Workload(tuple(turns[0]), tuple(asked for turn in turns[1:] for asked in turn))
 
 
-def strangers(rng: random.Random, shape: Shape, users: int, vocabulary: int) -> Workload:
+def strangers(text: TextSource, seed: str, shape: Shape, users: int) -> Workload:
     """As many prompts, as long, and no two begin alike."""
-    lengths = [len(asked.tokens) for asked in returning_users(rng, shape, users, vocabulary).timed]
-    return Workload((), tuple(Asked(_tokens(rng, length, vocabulary), shape.answer) for length in lengths))
+    lengths = [len(asked.tokens) for asked in returning_users(text, seed, shape, users).timed]
+    return Workload((), tuple(Asked(text.passage(f"{number}. A stranger of {seed}", length), shape.answer)
+                              for number, length in enumerate(lengths)))
 
 
-def trace_arrivals(file: Path, block: int, vocabulary: int, max_tokens: int, most_requests: int, speed: float) -> Workload:
-    """A trace's first requests at its own times, with random tokens for its blocks: equal where the trace says that they are.
+def trace_arrivals(file: Path, block: int, text: TextSource, max_tokens: int, most_requests: int, speed: float) -> Workload:
+    """A trace's first requests at its own times, with a passage of text for each of its blocks: equal where the trace says that they are.
 
     Requests that are longer than the model takes are left out, answers are cut.
 
@@ -120,8 +123,8 @@ def trace_arrivals(file: Path, block: int, vocabulary: int, max_tokens: int, mos
     for number, ids in enumerate(trace.prompts()):
         length, answer = int(trace.input_lengths[number]), max(int(trace.output_lengths[number]), 1)
         if length + 1 <= max_tokens:
-            tokens = np.concatenate([np.random.default_rng(int(each)).integers(LOWEST_TOKEN, vocabulary, block) for each in ids])[:length]
-            found.append(Asked(tuple(map(int, tokens)), min(answer, max_tokens - length),
+            tokens = [token for each in ids.tolist() for token in text.passage(f"{each}.", block)][:length]
+            found.append(Asked(tuple(tokens), min(answer, max_tokens - length),
                                at=(int(trace.milliseconds[number]) - start) / 1000 / speed))
         if len(found) == most_requests:
             break
@@ -134,6 +137,3 @@ def distinct_tokens(requests: Sequence[Asked], block: int) -> int:
     """Tokens of the different blocks in these prompts: what a cache that holds everything would hold."""
     return block * len({asked.tokens[:end] for asked in requests for end in range(block, len(asked.tokens) + 1, block)})
 
-
-def _tokens(rng: random.Random, count: int, vocabulary: int) -> tuple[int, ...]:
-    return tuple(rng.randrange(LOWEST_TOKEN, vocabulary) for _ in range(count))

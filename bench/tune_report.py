@@ -114,14 +114,14 @@ def _check(options: TuneOptions) -> None:
 
 def measured_speeds(directory: Path | None) -> Speeds:
     """Short runs of ``kvtier bench copy`` and, where there is a folder for it, of ``kvtier bench nvme``."""
-    from kvtier.bench.copy import run_copy
-    from kvtier.bench.nvme import run_nvme
+    from kvtier.bench.copy import measure_copy
+    from kvtier.bench.nvme import measure_nvme
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / "copy.json"]
-        run_copy(json_file=files[0], quick=True)
+        measure_copy(quick=True).finish(files[0])
         if directory is not None:
             files.append(Path(folder) / "nvme.json")
-            run_nvme(directory=directory, json_file=files[1], quick=True)
+            measure_nvme(directory, quick=True).finish(files[1])
         return speeds_from(files)
 
 

@@ -64,16 +64,17 @@ class BlockWriter:
             return outcome
         self._start()
         begun: list[CpuEvent] = []
+        failed: list[int] = []  # offsets; a thread that fails says so here at once
         ahead = _AHEAD * len(self._streams)
         for number, run in enumerate(runs):
             if number >= ahead:
                 _wait(begun[number - ahead])  # its header pages are free again
-            if any(event.is_done() and event.error is not None for event in begun[-ahead:]):
+            if failed:
                 break
             headers, buffers, offset, slab = self._prepare(items, run, written, self._page_for(number % ahead))
             for position, header in zip(run, headers, strict=True):
                 outcome[position] = header  # as long as nothing is said against it
-            begun.append(self._streams[number % len(self._streams)].submit(_Write(slab, offset, buffers)))
+            begun.append(self._streams[number % len(self._streams)].submit(_Write(slab, offset, buffers, failed)))
         for event, run in zip(begun, runs, strict=False):
             _wait(event)
             if event.error is not None:
@@ -99,18 +100,17 @@ class BlockWriter:
 
     def _runs(self, items: Sequence[BlockWrite]) -> list[list[int]]:
         """Positions of the items in runs: neighbouring slots of one slab, whose blocks lie as they travel."""
+        most = [slots_per_run(slab) for slab in self._slabs]
         runs: list[list[int]] = []
-        last: BlockWrite | None = None
+        group = next_slot = -1  # what would continue the last run; -1: nothing
         for position in sorted(range(len(items)), key=lambda position: (items[position].group, items[position].slot)):
             item = items[position]
-            slab = self._slabs[item.group]
-            joins = (last is not None and last.group == item.group and last.slot + 1 == item.slot and len(runs[-1]) < slots_per_run(slab)
-                     and _is_plain(slab, item) and _is_plain(slab, last))
-            if joins:
+            is_plain = _is_plain(self._slabs[item.group], item)
+            if is_plain and item.slot == next_slot and item.group == group and len(runs[-1]) < most[group]:
                 runs[-1].append(position)
             else:
                 runs.append([position])
-            last = item
+            group, next_slot = item.group, item.slot + 1 if is_plain else -1
         return runs
 
     def _write_run(self, items: Sequence[BlockWrite], run: list[int], written: float, pages: Buffer,
@@ -172,15 +172,20 @@ def rows_of(items: Sequence[BlockWrite], outcome: Sequence[SlotHeader | Exceptio
 class _Write:
     """One call of a writing thread."""
 
-    __slots__ = ("_buffers", "_offset", "_slab")
+    __slots__ = ("_buffers", "_failed", "_offset", "_slab")
 
-    def __init__(self, slab: SlabFile, offset: int, buffers: list[Buffer]) -> None:
+    def __init__(self, slab: SlabFile, offset: int, buffers: list[Buffer], failed: list[int]) -> None:
         self._slab = slab
         self._offset = offset
         self._buffers = buffers
+        self._failed = failed
 
     def __call__(self) -> None:
-        self._slab.file.write(self._offset, self._buffers)
+        try:
+            self._slab.file.write(self._offset, self._buffers)
+        except BaseException:
+            self._failed.append(self._offset)
+            raise
 
 
 def _is_plain(slab: SlabFile, item: BlockWrite) -> bool:

@@ -161,10 +161,11 @@ class DirectFile:
             OSError: the system could not write (ENOSPC, EIO, ...). The range may be partly written then.
         """
         wanted = self._check(offset, buffers)
-        if not self.direct or all(map(is_aligned, buffers)):
+        try:  # as in read
             self._write(offset, buffers, wanted)
             return
-        bounce = _bounce.take(_whole_pages(wanted))
+        except _NotAligned:
+            bounce = _bounce.take(_whole_pages(wanted))
         start = 0
         for buffer in buffers:
             np.copyto(bounce[start:start + buffer.nbytes], buffer)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Final
 
 YIELD_SECONDS: Final = 0.05
@@ -89,8 +88,8 @@ class AdaptiveDepth:
             self.depth += self._step
 
 
-class ReadTurn:
-    """One read's turn; see :meth:`DriveQueue.reading`. No generator: that takes longer, and every block comes by here."""
+class _Turn:
+    """One operation's turn. No generator: that takes longer, and every block comes by here."""
 
     __slots__ = ("_num_bytes", "_queue")
 
@@ -98,11 +97,29 @@ class ReadTurn:
         self._queue = queue
         self._num_bytes = num_bytes
 
+
+class ReadTurn(_Turn):
+    """One read's turn; see :meth:`DriveQueue.reading`."""
+
+    __slots__ = ()
+
     def __enter__(self) -> None:
         self._queue.begin_read(self)
 
     def __exit__(self, *_: object) -> None:
         self._queue.end_read(self, self._num_bytes)
+
+
+class WriteTurn(_Turn):
+    """One write's turn; see :meth:`DriveQueue.writing`."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        self._queue.begin_write(self, self._num_bytes)
+
+    def __exit__(self, *_: object) -> None:
+        self._queue.end_write(self, self._num_bytes)
 
 
 class DriveQueue:
@@ -155,12 +172,14 @@ class DriveQueue:
             elif self._waiting_writes and not self._is_read_from():
                 self._write_turn.notify_all()
 
-    @contextmanager
-    def writing(self, num_bytes: int) -> Iterator[None]:
-        """Around a write of so many bytes: behind all reads that wait or run, for a while."""
+    def writing(self, num_bytes: int) -> WriteTurn:
+        """``with queue.writing(n):`` around a write of so many bytes: behind all reads that wait or run, for a while."""
+        return WriteTurn(self, num_bytes)
+
+    def begin_write(self, turn: WriteTurn, num_bytes: int) -> None:
+        """Wait for this turn."""
         self._keep_to_rate(num_bytes)
-        turn = object()
-        with self._write_turn:
+        with self._lock:
             self._waiting_writes += 1
             try:
                 if self._is_read_from():
@@ -171,14 +190,14 @@ class DriveQueue:
             finally:
                 self._waiting_writes -= 1
             self._writes[turn] = None
-        try:
-            yield
-        finally:
-            with self._write_turn:
-                self._write_depth.note(num_bytes, self._clock(), self._waiting_writes > 0)
-                self._writes.pop(turn, None)
-                if self._waiting_writes:
-                    self._write_turn.notify_all()
+
+    def end_write(self, turn: WriteTurn, num_bytes: int) -> None:
+        """This turn is over."""
+        with self._lock:
+            self._write_depth.note(num_bytes, self._clock(), self._waiting_writes > 0)
+            self._writes.pop(turn, None)
+            if self._waiting_writes:
+                self._write_turn.notify_all()
 
     def hurry(self) -> None:
         """From now on stores are not spread out any more: somebody who closes the store waits for those that have begun."""

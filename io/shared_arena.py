@@ -16,7 +16,6 @@ import logging
 import mmap
 import os
 import re
-import struct
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
+from kvtier.io.byte_locks import is_locked, lock_byte
 from kvtier.io.job_board import JobBoard
 from kvtier.pools.host_arena import ALIGNMENT, HostArena
 from kvtier.pools.host_memory import host_memory
@@ -124,7 +124,7 @@ class SharedArena:
         self._file = _open(self.path, shape, time.monotonic() + timeout)
         try:
             part = _INDEX_BYTE if rank is None else 1 + rank
-            if not _lock_byte(self._file, part):
+            if not lock_byte(self._file, part):
                 who = "index" if rank is None else f"worker of rank {rank}"
                 raise ConfigError(f"{self.path}: another {who} of engine_id={shape.engine_id!r} is running; give each engine an id of its "
                                   "own")
@@ -147,7 +147,7 @@ class SharedArena:
 
     def is_alive(self, rank: int) -> bool:
         """Whether a process has the rank's part now: its end, however it came, gives the part back."""
-        return _is_locked(self._file, 1 + rank)
+        return is_locked(self._file, 1 + rank)
 
     def unlink(self) -> None:
         """Nobody else will open it: from here on the memory ends with the processes, however they end."""
@@ -262,23 +262,3 @@ def _lock_file(file: int, how: int) -> bool:
     except OSError:
         return False
     return True
-
-
-# Locks on single bytes belong to the open file, not to the process: index and worker may be in the same one.
-
-def _byte_range(kind: int, number: int) -> bytes:
-    return struct.pack("hhqqi4x", kind, os.SEEK_SET, number, 1, 0)
-
-
-def _lock_byte(file: int, number: int) -> bool:
-    try:
-        fcntl.fcntl(file, fcntl.F_OFD_SETLK, _byte_range(fcntl.F_WRLCK, number))
-    except OSError:
-        return False
-    return True
-
-
-def _is_locked(file: int, number: int) -> bool:
-    """Whether another open file has the byte."""
-    kind: int = struct.unpack_from("h", fcntl.fcntl(file, fcntl.F_OFD_GETLK, _byte_range(fcntl.F_WRLCK, number)))[0]
-    return kind != fcntl.F_UNLCK

@@ -57,6 +57,7 @@ def write_kv(pages: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None,
     layer_pages = LayerPages.of(_KERNEL, pages, layer=layer, num_layers=num_layers, kv_factor=kv_factor)
     stored = StoredPages.of(_KERNEL, pages, value_pages=value_pages, scale_pages=scale_pages, value_scale_pages=value_scale_pages,
                             key_scale=key_scale, value_scale=value_scale, kv_factor=kv_factor)
+    stored.check_written(_KERNEL)
     if (value is None) != (kv_factor == 1 and value_pages is None):
         given = "None" if value is None else "a tensor"
         raise RequestError(f"{_KERNEL}: value is {given} with kv_factor={kv_factor} and {'no ' if value_pages is None else ''}value_pages: "
@@ -71,10 +72,11 @@ def write_kv(pages: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None,
     check_same_device(_KERNEL, pages, key=key, value=value, table=table, sequence_of_token=sequence_of_token,
                       positions=positions, first_writable=first_writable)
     if checks_values(pages, check_values):
-        places.check_values(layer_pages)
+        places = places.checked(layer_pages)
     if key.shape[0]:
         values = None if value is None else value.detach()
-        kernel_paths(pages.device.type).append(stored, key.detach(), values, places, layer_pages.offset)
+        with torch.inference_mode():   # pages may have been made in it, and cannot be written outside then
+            kernel_paths(pages.device.type).append(stored, key.detach(), values, places, layer_pages.offset)
 
 
 def append_host(stored: StoredPages, key: torch.Tensor, value: torch.Tensor | None, places: TokenPlaces, layer_offset: int) -> None:

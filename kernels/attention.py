@@ -20,7 +20,7 @@ from kvtier.errors import RequestError
 from kvtier.kernels.attention_checks import check_keys, check_lengths, check_source_rows
 from kvtier.kernels.attention_context import ContextKeywords, PagedContext
 from kvtier.kernels.attention_plan import DecodePlan, PrefillPlan, is_same_device
-from kvtier.kernels.checks import INDEX_TYPES, check_dtype, check_same_device, check_shape, check_table, checks_values
+from kvtier.kernels.checks import INDEX_TYPES, check_dtype, check_same_device, check_shape, check_table, check_whole, checks_values
 from kvtier.kernels.dispatch import kernel_paths
 
 
@@ -53,6 +53,7 @@ def attention_prefill(query: torch.Tensor, pages: torch.Tensor, table_row: torch
     """
     kernel = "attention_prefill"
     check_table(kernel, "table_row", table_row, with_sequences=False)
+    check_whole(kernel, past=past)
     context = PagedContext.of(kernel, query, pages, table_row[None], layer=layer, **how)
     length = past + query.shape[0] if context.visibility.is_causal else past
     if past < 0 or context.visibility.num_places(length, context.tokens_per_block) > context.capacity:

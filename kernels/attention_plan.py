@@ -15,6 +15,7 @@ import torch
 
 from kvtier.errors import RequestError
 from kvtier.kernels.attention_context import PagedContext
+from kvtier.kernels.checks import check_whole
 
 _SMALLEST_SPLIT: Final = 256
 """Tokens below which a part of a sequence is not worth a program of its own."""
@@ -55,7 +56,7 @@ class PrefillPlan:
         device: where the queries are.
 
     Raises:
-        RequestError: pointers that do not start at 0 or descend, or a negative ``past``.
+        RequestError: pointers that do not start at 0 or descend, a negative ``past``, numbers that are not whole.
     """
 
     def __init__(self, query_indptr: Sequence[int], past: Sequence[int], *, is_causal: bool = True,
@@ -68,6 +69,7 @@ class PrefillPlan:
             raise RequestError(f"{kernel}: query_indptr[0]={query_indptr[0]}: the first sequence's queries begin at 0")
         self.chunks: list[Chunk] = []
         for sequence, before in enumerate(past):
+            check_whole(kernel, **{f"past[{sequence}]": before, f"query_indptr[{sequence + 1}]": query_indptr[sequence + 1]})
             begin, end = query_indptr[sequence], query_indptr[sequence + 1]
             if end < begin:
                 raise RequestError(f"{kernel}: query_indptr[{sequence + 1}]={end} (sequence {sequence}) is less than "

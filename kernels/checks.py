@@ -42,6 +42,20 @@ def check_dtype(kernel: str, name: str, tensor: torch.Tensor, dtypes: tuple[torc
         raise RequestError(f"{kernel}: {name} has dtype {_name(tensor.dtype)}: pass {allowed}")
 
 
+def check_whole(kernel: str, **numbers: object) -> None:
+    """All ``numbers`` are whole ones, or None."""
+    for name, number in numbers.items():
+        if number is not None and not isinstance(number, int) and not hasattr(number, "__index__"):
+            raise RequestError(f"{kernel}: {name}={number!r}: pass a whole number")
+
+
+def check_own_memory(kernel: str, name: str, tensor: torch.Tensor) -> None:
+    """Every number of a tensor that is written has memory of its own, as far as strides of 0 tell."""
+    if 0 in (stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
+        raise RequestError(f"{kernel}: {name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}: numbers share memory, and a "
+                           "write would land in several places; pass a tensor with memory of its own for each (not an expanded one)")
+
+
 def check_same_device(kernel: str, pages: torch.Tensor, **tensors: torch.Tensor | None) -> None:
     """All ``tensors`` are where the pages are."""
     for name, tensor in tensors.items():
@@ -95,6 +109,7 @@ class LayerPages:
     def of(cls, kernel: str, pages: torch.Tensor, *, layer: int, num_layers: int | None, kv_factor: int) -> LayerPages:
         """Check that the pool's pages, the layer and the factors fit together."""
         check_shape(kernel, "pages", pages, (None,) * 4, "pages, heads, tokens_per_block, head_dim")
+        check_whole(kernel, layer=layer, num_layers=num_layers, kv_factor=kv_factor)
         num_pages, heads, tokens_per_block, head_dim = pages.shape
         if not pages.numel() or tokens_per_block & (tokens_per_block - 1):
             raise RequestError(f"{kernel}: pages has shape {tuple(pages.shape)}: no axis may be empty, "

@@ -2,12 +2,15 @@
 
 Sequence by sequence, so that a result does not depend on the rest of the batch. The grouped query heads are the rows of one batched
 product over KV heads. First the scores of all pieces of the context, then the weights, then the values: a piece is read once.
+
+Numbers of 16 bits would have to be widened for that, which takes longer than the products. Where queries and pages have them alike,
+torch's own attention sees to one piece after the other, and the parts are joined by their log-sums.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +18,7 @@ import torch
 from kvtier.kernels.attention_context import PagedContext
 from kvtier.kernels.attention_plan import DecodePlan
 from kvtier.kernels.page_reader import PageReader, is_read_in_place, tokens_per_piece
+from kvtier.kernels.storage import Storage
 from kvtier.kernels.visibility import Span
 
 
@@ -22,21 +26,27 @@ def decode_torch(query: torch.Tensor, context: PagedContext, lengths: torch.Tens
     """The path in torch operations of :func:`kvtier.kernels.attention.attention_decode`. A CPU needs no plan."""
     sequences, query_heads, head_dim = query.shape
     heads, unit = context.heads, context.tokens_per_block
-    dtype = context.compute_dtype(query)
+    is_half = _is_attended_in_half_precision(query, context)
+    dtype = query.dtype if is_half else context.compute_dtype(query)
     counts: list[int] = lengths.tolist()
-    width = unit if is_read_in_place(context) else tokens_per_piece(context)
+    width = unit if is_read_in_place(context, is_half) else tokens_per_piece(context, is_half)
     most = max(context.visibility.num_places(length, unit) for length in counts)
     readers = [PageReader(context, is_value, dtype, unit if context.source_rows is None else 1, width, most) for is_value in (False, True)]
     pages: list[list[torch.Tensor]] = []
     if context.source_rows is None:
         entries = context.table[:, :, :-(-most // unit)]
         pages = [reader.locate(entries[:, field]) for field, reader in enumerate(readers)]
-    rows = query.reshape(sequences, heads, query_heads // heads, head_dim).to(dtype) * context.scale
+    rows = query.reshape(sequences, heads, query_heads // heads, head_dim)
+    if not is_half:
+        rows = rows.to(dtype) * context.scale
     out = rows.new_zeros(sequences, heads, query_heads // heads, context.value_dim)
     for sequence, length in enumerate(counts):
         if length > 0:
             seen = _whole_pages(context, pages, sequence, length) if pages else _single_tokens(context, readers, sequence, length)
-            _attend(rows[sequence], readers[0], readers[1], seen, width, context.soft_cap, out[sequence])
+            if is_half:
+                _attend_in_half_precision(rows[sequence], readers[0], readers[1], seen, width, context.scale, out[sequence])
+            else:
+                _attend(rows[sequence], readers[0], readers[1], seen, width, context.soft_cap, out[sequence])
     return out.view(sequences, query_heads, context.value_dim).to(query.dtype)
 
 
@@ -54,6 +64,16 @@ class _Seen:
     values: list[torch.Tensor]
     tokens: int
     hidden: list[Span]
+
+    def spans(self, begin: int, end: int) -> Iterator[Span]:
+        """What it sees from token ``begin`` to ``end``."""
+        end = min(end, self.tokens)
+        for first, last in self.hidden:
+            if begin < min(first, end):
+                yield begin, min(first, end)
+            begin = max(begin, last)
+        if begin < end:
+            yield begin, end
 
 
 def _whole_pages(context: PagedContext, pages: Sequence[Sequence[torch.Tensor]], sequence: int, length: int) -> _Seen:
@@ -128,6 +148,33 @@ def _attend(rows: torch.Tensor, keys: PageReader, values: PageReader, seen: _See
         else:
             out.baddbmm_(of_piece[number][..., :piece.shape[1]], piece)
     out.div_(scores.sum((0, 3)).unsqueeze(-1))
+
+
+def _is_attended_in_half_precision(query: torch.Tensor, context: PagedContext) -> bool:
+    """Whether torch's attention for CPUs takes query and pages as they are. It knows no cap, one width, and rows without gaps."""
+    stored = context.stored
+    return (stored.storage is Storage.SAME and query.dtype == stored.keys.dtype and query.dtype.itemsize == 2 and context.soft_cap is None
+            and stored.key_dim == stored.value_dim and stored.keys.stride(3) == stored.values.stride(3) == 1)
+
+
+def _attend_in_half_precision(rows: torch.Tensor, keys: PageReader, values: PageReader, seen: _Seen, width: int, scale: float,
+                              out: torch.Tensor) -> None:
+    """The same by torch's attention, which keeps sums in float32, and weights in 16 bits. What is hidden it does not get to see."""
+    parts: list[torch.Tensor] = []
+    log_sums: list[torch.Tensor] = []
+    for number, (key, value) in enumerate(zip(keys.pieces(seen.keys), values.pieces(seen.values), strict=True)):
+        first = number * width
+        for begin, end in seen.spans(first, first + key.shape[1]):
+            run = slice(begin - first, end - first)
+            part, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(rows[None], key[None, :, run], value[None, :, run],
+                                                                                       scale=scale)
+            parts.append(part[0])
+            log_sums.append(log_sum[0])
+    if len(parts) == 1:
+        out.copy_(parts[0])
+        return
+    weights = torch.softmax(torch.stack(log_sums), dim=0)
+    out.copy_((torch.stack(parts) * weights.unsqueeze(-1)).sum(0))
 
 
 def _without(piece: torch.Tensor, hidden: Sequence[Span], reader: PageReader) -> torch.Tensor:

@@ -65,6 +65,7 @@ def fused_write(qkv: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, pla
     layer_pages = LayerPages.of(_KERNEL, pages, layer=layer, num_layers=num_layers, kv_factor=kv_factor)
     stored = StoredPages.of(_KERNEL, pages, value_pages=value_pages, scale_pages=scale_pages, value_scale_pages=value_scale_pages,
                             key_scale=key_scale, value_scale=value_scale, kv_factor=kv_factor)
+    stored.check_written(_KERNEL)
     if kv_factor == 1 and value_pages is None:
         raise RequestError(f"{_KERNEL}: kv_factor=1 without value_pages: latent rows have no heads of queries; use append_mla")
     check_dtype(_KERNEL, "qkv", qkv, _INPUT_TYPES if stored.storage is not Storage.SAME else (pages.dtype,))
@@ -100,11 +101,12 @@ def fused_write(qkv: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, pla
         if rotary is not None:
             rotary.check_positions(_KERNEL, plan.rotary_positions)
         if update_kv_cache:
-            places.check_values(layer_pages)
+            places = places.checked(layer_pages)
     if tokens:
-        kernel_paths(pages.device.type).fused_write(
-            qkv.detach(), None if bias is None else bias.detach(), rotary, plan.rotary_positions, out.detach(), query_scale,
-            stored if update_kv_cache else None, places, layer_pages.heads, layer_pages.offset)
+        with torch.inference_mode():   # pages may have been made in it, and cannot be written outside then
+            kernel_paths(pages.device.type).fused_write(
+                qkv.detach(), None if bias is None else bias.detach(), rotary, plan.rotary_positions, out.detach(), query_scale,
+                stored if update_kv_cache else None, places, layer_pages.heads, layer_pages.offset)
     return out
 
 

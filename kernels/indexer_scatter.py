@@ -57,7 +57,8 @@ def scatter_indexer_keys(cache: torch.Tensor, keys: torch.Tensor, scales: torch.
                                    f"{width} go there (allowed: 0 to {cache.numel() - width}, or negative to skip the token)")
     check_same_device(_KERNEL, cache, keys=keys, scales=scales, key_slots=key_slots, scale_slots=scale_slots)
     if tokens and cache.numel():
-        kernel_paths(cache.device.type).scatter(cache, keys.view(torch.uint8), scales, key_slots, scale_slots)
+        with torch.inference_mode():   # the cache may have been made in it, and cannot be written outside then
+            kernel_paths(cache.device.type).scatter(cache, keys.view(torch.uint8), scales, key_slots, scale_slots)
 
 
 def scatter_torch(cache: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor, key_slots: torch.Tensor,

@@ -7,9 +7,10 @@ into one of a few pinned buffers, and goes on; the copy and the kernel that make
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -104,12 +105,12 @@ class OffsetTable:
             TransferError: the GPU has not read the last tables for a minute. The table has not changed then.
         """
         lengths = self._lengths(rows)
-        return self._write(_join(rows, int(lengths.sum())), lengths)
+        return self._write(_join(rows), lengths)
 
     def fill_indices(self, rows: Sequence[Row]) -> torch.Tensor:
         """As :meth:`fill`, from pool indices: a block that is not at the primary level is a RequestError too."""
         lengths = self._lengths(rows)
-        indices = _join(rows, int(lengths.sum()))
+        indices = _join(rows)
         lower = indices & 3 != PRIMARY
         if lower.any() and (lower := lower & (indices >= 0)).any():
             place = int(lower.argmax())
@@ -164,19 +165,18 @@ class OffsetTable:
                                                             self._num_blocks, None)
 
 
-def _join(rows: Sequence[Row], total: int) -> npt.NDArray[np.int64]:
+def _join(rows: Sequence[Row]) -> npt.NDArray[np.int64]:
     """All rows one after the other; None becomes -1."""
     if rows and not isinstance(rows[0], (list, tuple)):
-        arrays: list[npt.NDArray[Any]] = [np.asarray(row) for row in rows]
-        if all(array.dtype.kind == "i" for array in arrays):  # no number is touched one by one
-            return np.concatenate(arrays).astype(np.int64)
-        if any(array.dtype.kind == "f" and array.size for array in arrays):
-            raise RequestError("OffsetTable: a row of floating-point numbers: pass whole numbers; a part of a slot is another slot")
+        given: list[npt.NDArray[Any]] = [np.asarray(row) for row in rows]
+        if all(row.dtype.kind == "i" for row in given):  # no number is touched one by one
+            return np.concatenate(given).astype(np.int64)
     try:
-        return np.fromiter(chain.from_iterable(rows), np.int64, total)
-    except TypeError:
-        return np.fromiter((-1 if slot is None else slot for slot in chain.from_iterable(rows)), np.int64, total)
-    except (ValueError, OverflowError) as error:
+        try:
+            return np.asarray(array("q", cast(Iterable[int], chain.from_iterable(rows))))  # which, unlike numpy, refuses half a slot
+        except TypeError:
+            return np.asarray(array("q", (-1 if slot is None else slot for slot in chain.from_iterable(rows))))
+    except (TypeError, OverflowError) as error:
         raise RequestError(f"OffsetTable: a row has something that is no slot: {error}; pass whole numbers of 64 bits, or None") from error
 
 

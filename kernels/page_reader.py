@@ -18,7 +18,7 @@ from kvtier.kernels.nvfp4 import dequantise_nvfp4_torch
 from kvtier.kernels.storage import Storage
 
 PIECE_NUMBERS: Final = 1 << 18
-"""Numbers of a piece, over all heads: a mebibyte in float32, about what a core's own cache holds."""
+"""Numbers of a piece, over all heads: a mebibyte in float32, about what a core's own cache holds. Of 16 bits twice as many."""
 
 PAGE_NUMBERS: Final = 1 << 16
 """Numbers from which on a page, over all heads, is read where it lies: so many keep a product busy longer than it takes to start one."""
@@ -26,17 +26,18 @@ PAGE_NUMBERS: Final = 1 << 16
 _MOST_TOKENS: Final = 1024
 
 
-def tokens_per_piece(context: PagedContext) -> int:
+def tokens_per_piece(context: PagedContext, is_half: bool = False) -> int:
     """Tokens of a piece, a multiple of the page size. Nothing but shapes decides: results must not depend on anything else."""
-    fitting = PIECE_NUMBERS // (context.heads * max(context.stored.key_dim, context.value_dim))
+    fitting = PIECE_NUMBERS * (2 if is_half else 1) // (context.heads * max(context.stored.key_dim, context.value_dim))
     tokens = 1 << max(0, fitting.bit_length() - 1)
     return max(context.tokens_per_block, min(tokens, _MOST_TOKENS))
 
 
-def is_read_in_place(context: PagedContext) -> bool:
-    """Whether decode reads this layer's pages one by one where they lie."""
+def is_read_in_place(context: PagedContext, is_half: bool) -> bool:
+    """Whether decode reads this layer's pages one by one where they lie. With ``is_half``, for torch's own attention over numbers of 16
+    bits, which starts slower than a product."""
     numbers = context.tokens_per_block * context.heads * min(context.stored.key_dim, context.value_dim)
-    return context.source_rows is None and numbers >= PAGE_NUMBERS
+    return context.source_rows is None and numbers >= PAGE_NUMBERS * (2 if is_half else 1)
 
 
 class _Tiles:

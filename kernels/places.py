@@ -5,7 +5,7 @@ Shared by everything that writes tokens into pages. tokens_per_block is a power 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,12 +29,14 @@ class TokenPlaces:
         positions: int32 or int64 ``[nnz]``.
         first_writable: int32 or int64 ``[sequences]``: the first position that is not in a block shared with others; None: all are
             this sequence's own.
+        is_checked: :meth:`checked` has found nothing wrong with them.
     """
 
     table: torch.Tensor
     sequence_of_token: torch.Tensor
     positions: torch.Tensor
     first_writable: torch.Tensor | None = None
+    is_checked: bool = False
 
     def check_shapes(self, kernel: str, nnz: int) -> None:
         """Shapes and dtypes: costs nothing."""
@@ -46,8 +48,12 @@ class TokenPlaces:
             check_shape(kernel, "first_writable", self.first_writable, (self.table.shape[0],), "sequences")
             check_dtype(kernel, "first_writable", self.first_writable, INDEX_TYPES)
 
-    def check_values(self, layer_pages: LayerPages) -> None:
-        """Every token that is not skipped has a page, and one that it may write. On a GPU this makes the host wait."""
+    def checked(self, layer_pages: LayerPages) -> TokenPlaces:
+        """These places, once every token that is not skipped has a page, and one that it may write. On a GPU the host waits.
+
+        Raises:
+            RequestError: names the first token that has not.
+        """
         kernel, tokens_per_block = layer_pages.kernel, layer_pages.tokens_per_block
         table, rows, places = _host(self.table), _host(self.sequence_of_token), _host(self.positions)
         sequences, _, max_blocks = table.shape
@@ -64,7 +70,7 @@ class TokenPlaces:
             raise RequestError(f"{kernel}: positions[{token}]={places[token]} (sequence {rows[token]}): the table's {max_blocks} blocks of "
                                f"{tokens_per_block} tokens hold positions 0 to {capacity - 1}; allocate more blocks, or make a wider table")
         if not active.any():
-            return
+            return replace(self, is_checked=True)
         if self.first_writable is not None:
             first = _host(self.first_writable)[rows]
             wrong = (places < first) & active
@@ -73,37 +79,44 @@ class TokenPlaces:
                 raise RequestError(f"{kernel}: positions[{token}]={places[token]} (sequence {rows[token]}) lies in a block that others "
                                    f"share (allowed: {first[token]} to {capacity - 1}); what is reused is never written: leave the token "
                                    "out, or copy the block first")
-        blocks = np.where(active, places, 0) // tokens_per_block
+        blocks = np.where(active, places, 0) >> (tokens_per_block.bit_length() - 1)
         for field in (0, 1):
-            entries = table[rows, field, blocks]
-            wrong = layer_pages.is_bad_field(entries, field) & active
+            if sequences * max_blocks < len(rows):   # a long prompt: fewer entries than tokens
+                wrong = layer_pages.is_bad_field(table[:, field], field)[rows, blocks] & active
+            else:
+                wrong = layer_pages.is_bad_field(table[rows, field, blocks], field) & active
             if wrong.any():
                 token = int(wrong.argmax())
-                raise layer_pages.entry_error("table", int(rows[token]), field, int(blocks[token]), int(entries[token]))
+                row, block = int(rows[token]), int(blocks[token])
+                raise layer_pages.entry_error("table", row, field, block, int(table[row, field, block]))
+        return replace(self, is_checked=True)
 
     def resolve(self, num_pages: int, tokens_per_block: int, layer_offset: int) -> tuple[Numbers, Numbers, Numbers, Numbers | None]:
-        """Pages of keys and of values, entries in them, and the numbers of the tokens that have a place (None: all), without a check.
+        """Pages of keys and of values, entries in them, and the numbers of the tokens that have a place (None: all), without an error.
 
         Of tables on the host. Both fields decide together: half a token would be worse than none.
         """
         table, rows, places = self.table.numpy(), self.sequence_of_token.numpy(), self.positions.numpy()
         sequences, _, max_blocks = table.shape
         blocks, inside = places >> (tokens_per_block.bit_length() - 1), places & (tokens_per_block - 1)
-        placed = (rows >= 0) & (rows < sequences) & (blocks >= 0) & (blocks < max_blocks)
+        placed = rows >= 0
+        if not self.is_checked:
+            placed &= (rows < sequences) & (blocks >= 0) & (blocks < max_blocks)
         tokens = None
         if not placed.all():
             tokens = placed.nonzero()[0]
             rows, places, blocks, inside = rows[tokens], places[tokens], blocks[tokens], inside[tokens]
         keys, values = table[rows, 0, blocks], table[rows, 1, blocks]
-        # Judged before the layer is added: null plus an offset would be somebody else's page.
-        limit = num_pages - layer_offset
-        placed = (keys >= 0) & (keys < limit) & (values >= 0) & (values < limit)
-        if self.first_writable is not None:
-            placed &= places >= self.first_writable.numpy()[rows]
-        if not placed.all():
-            kept = placed.nonzero()[0]
-            tokens = kept if tokens is None else tokens[kept]
-            keys, values, inside = keys[kept], values[kept], inside[kept]
+        if not self.is_checked:
+            # Judged before the layer is added: null plus an offset would be somebody else's page.
+            limit = num_pages - layer_offset
+            placed = (keys >= 0) & (keys < limit) & (values >= 0) & (values < limit)
+            if self.first_writable is not None:
+                placed &= places >= self.first_writable.numpy()[rows]
+            if not placed.all():
+                kept = placed.nonzero()[0]
+                tokens = kept if tokens is None else tokens[kept]
+                keys, values, inside = keys[kept], values[kept], inside[kept]
         return keys.astype(np.int64) + layer_offset, values.astype(np.int64) + layer_offset, inside, tokens
 
     def list_reference(self, num_pages: int, tokens_per_block: int, layer_offset: int) -> list[tuple[int, int, int] | None]:

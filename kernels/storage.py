@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvtier.errors import RequestError
-from kvtier.kernels.checks import FLOAT_TYPES, check_dtype, check_same_device, check_shape
+from kvtier.kernels.checks import FLOAT_TYPES, check_dtype, check_own_memory, check_same_device, check_shape
 
 
 class Storage(IntEnum):
@@ -110,6 +110,13 @@ class StoredPages:
         for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
             check_scale(kernel, name, scale, storage)
         return cls(storage, pages, values, scale_pages, value_scales, key_scale, value_scale)
+
+    def check_written(self, kernel: str) -> None:
+        """RequestError unless every number that may be written has memory of its own."""
+        for name, tensor in (("pages", self.keys), ("value_pages", self.values), ("scale_pages", self.key_block_scales),
+                             ("value_scale_pages", self.value_block_scales)):
+            if tensor is not None:
+                check_own_memory(kernel, name, tensor)
 
 
 def check_scale(kernel: str, name: str, scale: float, storage: Storage) -> None:

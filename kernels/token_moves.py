@@ -34,7 +34,7 @@ def move_tokens(blocks: torch.Tensor, slots: Sequence[int], moves: Sequence[tupl
     sources, destinations = _resolve(_checked(blocks, slots, moves))
     if not sources:
         return
-    cells = blocks.view(_BITS[blocks.element_size()])
+    cells = blocks.detach().view(_BITS[blocks.element_size()])
     tokens_per_block = blocks.shape[4]
 
     def entries(places: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,10 +43,11 @@ def move_tokens(blocks: torch.Tensor, slots: Sequence[int], moves: Sequence[tupl
         both = torch.tensor([slot, inside], dtype=torch.int64, device=blocks.device)
         return both[0], both[1]
 
-    slot, inside = entries(sources)
-    moved = cells[slot, :, :, :, inside]  # a copy: all are read before any is written
-    slot, inside = entries(destinations)
-    cells[slot, :, :, :, inside] = moved
+    with torch.inference_mode():  # blocks may have been made in it, and cannot be written outside then
+        slot, inside = entries(sources)
+        moved = cells[slot, :, :, :, inside]  # a copy: all are read before any is written
+        slot, inside = entries(destinations)
+        cells[slot, :, :, :, inside] = moved
 
 
 def _checked(blocks: torch.Tensor, slots: Sequence[int], moves: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:

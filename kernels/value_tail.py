@@ -44,6 +44,7 @@ def zero_value_tail(pages: torch.Tensor, table: torch.Tensor, lengths: torch.Ten
         layer_pages = LayerPages.of(_KERNEL, pages, layer=layer, num_layers=num_layers, kv_factor=kv_factor)
     stored = StoredPages.of(_KERNEL, pages, value_pages=value_pages, scale_pages=scale_pages, value_scale_pages=value_scale_pages,
                             kv_factor=kv_factor)
+    stored.check_written(_KERNEL)
     check_table(_KERNEL, "table", table, with_sequences=True)
     check_shape(_KERNEL, "lengths", lengths, (table.shape[0],), "sequences")
     check_dtype(_KERNEL, "lengths", lengths, INDEX_TYPES)
@@ -52,7 +53,8 @@ def zero_value_tail(pages: torch.Tensor, table: torch.Tensor, lengths: torch.Ten
         _check_tails(layer_pages, table, lengths)
     if table.shape[0] and layers:
         offsets = range(layers.start * kv_factor, layers.stop * kv_factor, layers.step * kv_factor)
-        kernel_paths(pages.device.type).zero_tail(stored.values, stored.value_block_scales, table, lengths, offsets)
+        with torch.inference_mode():   # pages may have been made in it, and cannot be written outside then
+            kernel_paths(pages.device.type).zero_tail(stored.values, stored.value_block_scales, table, lengths, offsets)
 
 
 def _check_tails(layer_pages: LayerPages, table: torch.Tensor, lengths: torch.Tensor) -> None:

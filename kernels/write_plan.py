@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kvtier.errors import RequestError
-from kvtier.kernels.checks import INDEX_TYPES, check_dtype, check_same_device, check_shape, checks_values
+from kvtier.kernels.checks import INDEX_TYPES, check_dtype, check_same_device, check_shape, check_whole, checks_values
 from kvtier.kernels.ring_map import RingMap
 
 _KERNEL = "plan_write"
@@ -58,6 +58,7 @@ def plan_write(cache_lengths: torch.Tensor, sequence_lengths: torch.Tensor, num_
         RequestError: a wrong shape, dtype or device, both kinds of rotary position, or (with ``check_values``) a negative length, more
             new tokens than the pool holds afterwards, lengths that do not add up to ``num_tokens``.
     """
+    check_whole(_KERNEL, num_tokens=num_tokens)
     check_shape(_KERNEL, "cache_lengths", cache_lengths, (None,), "sequences")
     sequences = cache_lengths.shape[0]
     check_shape(_KERNEL, "sequence_lengths", sequence_lengths, (sequences,), "sequences")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from kvtier.policies.named import candidates_of
 from kvtier.policies.queue_record import NOT_QUEUED, QueueRecord
 from kvtier.policies.retention import DEFAULT_PRIORITY
-from kvtier.policies.use_history import NUM_GRADES, Weights
+from kvtier.policies.shadows import NUM_GRADES, Weights
 
 if TYPE_CHECKING:
     from mypy_extensions import i64  # machine integers where this is compiled; plain ints otherwise

@@ -15,60 +15,22 @@ Modeling and Optimization using Miniature Simulations" (USENIX ATC'17). Putting 
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 from zlib import crc32
+
+from kvtier.policies.shadows import NUM_GRADES, Shadows, Weights
 
 if TYPE_CHECKING:
     from mypy_extensions import i64
 
-NUM_GRADES: Final = 3
 HISTORY: Final = 4           # times the capacity: how many keys are remembered, in two generations
 MAX_KEYS: Final = 1 << 17    # of one generation, whatever the capacity: some 20 MB
-SHADOW_KEYS: Final = 1024    # that a shadow holds
+SHADOW_KEYS: Final = 512     # that a shadow holds
+LEAST_SAMPLED: Final = 4     # of so many keys, at most one is sampled, however small the cache is
 MEMORY: Final = 32           # times what a shadow holds: after so many uses, older ones count half
 DECIDE_EVERY: Final = 32     # requests
 LEAST_GAIN: Final = 1.005
-
-Weights = tuple[int, int, int]
-"""By grade, what an age counts for: 1 as it is, 4 as four times as old."""
-
-
-class Shadow:
-    """A cache of keys under one set of weights."""
-
-    def __init__(self, weights: Weights, capacity: int) -> None:
-        self.weights = weights
-        self.capacity = capacity
-        self.hits = 0.0
-        self._grades: dict[int, int] = {}
-        self._ages: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(NUM_GRADES)]  # stamps by key, oldest first
-
-    def use(self, key: int, grade: int, stamp: int) -> None:
-        """A request uses a key, which becomes the youngest of its grade."""
-        before = self._grades.get(key, -1)
-        if before >= 0:
-            self.hits += 1.0
-            if before >= grade:
-                grade = before
-            del self._ages[before][key]
-        self._grades[key] = grade
-        self._ages[grade][key] = stamp
-
-    def trim(self, stamp: int) -> None:
-        """Give keys up until the rest fits."""
-        while len(self._grades) > self.capacity:
-            worst = 0
-            most = -1
-            for grade in range(NUM_GRADES):
-                ages = self._ages[grade]
-                if ages:
-                    age = (stamp + 1 - ages[next(iter(ages))]) * self.weights[grade]
-                    if age > most:
-                        most = age
-                        worst = grade
-            key, _ = self._ages[worst].popitem(last=False)
-            del self._grades[key]
+ALL_KEYS: Final = 1 << 32    # how many there are
 
 
 class UseHistory:
@@ -88,11 +50,11 @@ class UseHistory:
         self.stride = stride
         self.weights: Weights = candidates[0]
         self._most_keys = min(HISTORY * keys, MAX_KEYS)
-        self._sampled = min((1 << 32) * SHADOW_KEYS // keys, 1 << 32)  # of all 32-bit keys
-        self._shadows = [Shadow(weights, min(keys, SHADOW_KEYS)) for weights in candidates] if len(candidates) > 1 else []
-        self._young: dict[int, int] = {}  # uses by key
-        self._old: dict[int, int] = {}
-        self._stamp: i64 = 0
+        self._shadow_keys = min(max(keys // LEAST_SAMPLED, 1), SHADOW_KEYS)
+        self._sampled_below: i64 = min(ALL_KEYS * self._shadow_keys // keys, ALL_KEYS)
+        self._shadows: Shadows | None = Shadows(candidates, self._shadow_keys) if len(candidates) > 1 else None
+        self._young: dict[object, int] = {}  # uses by key
+        self._old: dict[object, int] = {}
         self._uses = 0
         self._requests: i64 = 0
 
@@ -106,49 +68,40 @@ class UseHistory:
             The grade of the blocks up to each of these.
         """
         grades: list[int] = []
-        sampled: list[int] = []
+        sampled: list[object] = []
+        sampled_grades: list[int] = []
         young = self._young
-        key = 0
+        below = self._sampled_below
+        checksum: Any = crc32  # looked up once; what it returns stays an object, as the dictionaries want it
+        key: object = 0
+        uses = 1  # of what comes before: behind a new part there is nothing known
         for part in parts:
-            key = crc32(part, key)
-            uses = young.get(key, -1)
-            if uses < 0:
-                uses = self._old.get(key, 0)
+            key = checksum(part, key)
+            if uses > 0:
+                known = young.get(key)
+                uses = self._old.get(key, 0) if known is None else known
             young[key] = uses + 1
-            grades.append(min(uses, NUM_GRADES - 1))
-            if (key * 2654435761) & 0xFFFFFFFF < self._sampled:
-                sampled.append(len(grades) - 1)
+            grade = uses if uses < NUM_GRADES else NUM_GRADES - 1
+            grades.append(grade)
+            number: i64 = cast(int, key)
+            if number < below:
                 sampled.append(key)
+                sampled_grades.append(grade)
         if len(young) > self._most_keys:
             self._old = young
             self._young = {}
-        if self._shadows:
-            self._try(sampled, grades)
+        if self._shadows is not None:
+            self._try(self._shadows, sampled, sampled_grades)
         return grades
 
-    def _try(self, sampled: list[int], grades: list[int]) -> None:
-        """Let the shadows see the sampled keys, (place, key) one after another; the end of a prompt is used before its beginning."""
-        stamp = self._stamp
-        for shadow in self._shadows:
-            stamp = self._stamp
-            for place in range(len(sampled) - 2, -1, -2):
-                stamp += 1
-                shadow.use(sampled[place + 1], grades[sampled[place]], stamp)
-            shadow.trim(stamp)
-        self._stamp = stamp
-        self._uses += len(sampled) // 2
-        if self._uses > MEMORY * self._shadows[0].capacity:
-            self._uses //= 2
-            for shadow in self._shadows:
-                shadow.hits /= 2
+    def _try(self, shadows: Shadows, keys: list[object], grades: list[int]) -> None:
+        """Let the shadows see the sampled keys; now and then, take the weights that have done best there."""
+        if keys:
+            shadows.use(keys, grades)
+            self._uses += len(keys)
+            if self._uses > MEMORY * self._shadow_keys:
+                self._uses //= 2
+                shadows.forget_half()
         self._requests += 1
         if self._requests % DECIDE_EVERY == 0:
-            self._decide()
-
-    def _decide(self) -> None:
-        best = self._shadows[0]
-        least = best.hits * LEAST_GAIN
-        for shadow in self._shadows[1:]:
-            if shadow.hits > least and shadow.hits > best.hits:
-                best = shadow
-        self.weights = best.weights
+            self.weights = shadows.best(LEAST_GAIN)

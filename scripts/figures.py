@@ -37,6 +37,7 @@ def section(file: Path) -> str:
         origin += f" The ledger's modules were {'compiled' if config['compiled'] else 'plain Python'}."
     lines = ["", origin, "", *table(document["results"]), ""]
     lines += [f"* {note}" for note in config.get("notes", [])]
+    lines += [f"* {loss}" for loss in config.get("losses", [])]
     lines += [f"* INVALID {row['name']}: {row['reason']}" for row in config.get("invalid", [])]
     return "\n".join(lines).rstrip() + "\n\n"
 

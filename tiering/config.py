@@ -137,10 +137,9 @@ class TierConfig(BaseSettings):
     of what never comes back, and costs hits of what comes back once."""
     nvme_max_depth: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
     """Keep off NVMe what lies behind so many blocks of its prompt. None: nothing."""
-    policy: Literal["default", "lru", "adaptive", "halving", "seen-first"] = "default"
-    """Which content of the lowest priority is given up first. "default" and "lru": the least recently used; "halving" and "seen-first"
-    keep prompts that were asked for before longer; "adaptive" tries these on samples of the traffic and does what had the most hits
-    (docs/tuning.md)."""
+    policy: Literal["default", "lru", "halving", "seen-first"] = "default"
+    """Which content of the lowest priority is given up first. "lru": the least recently used; "halving" and "seen-first" keep prompts that
+    were asked for before longer; "default" tries these on samples of the traffic and does what had the most hits (docs/tuning.md)."""
     request_directory_root: Path | None = None
     """Folder under which a request's own ``directory`` must lie, for ``TransferMode.POSIX_DEBUG_FALLBACK``. None: requests may not name
     one."""

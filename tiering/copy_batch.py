@@ -45,7 +45,8 @@ class CopyBatch:
     Attributes:
         nodes: in number order; none depends on another.
         after: events of the other stream that have to be over first, without repetition.
-        staging_slot: the source of the single node when its bytes were read from a file; -1 otherwise.
+        copier: what copies them.
+        staging_slots: for each node whose bytes were read from a file the buffer with them, -1 for none; empty otherwise.
         layer_ends: behind which layers it is cut; one end when it is copied whole.
         pieces: what was submitted of it, in order.
         arrived: leading layers that have been copied. What concerns a node only while it has no error.
@@ -53,22 +54,21 @@ class CopyBatch:
         failure: why copying itself failed, and not something before it.
     """
 
-    __slots__ = ("_calls", "_copied", "_copier", "_faults", "_is_plain", "_num_tokens", "_pairs", "after", "arrived", "failure",
-                 "layer_ends", "nodes", "pieces", "route", "seconds", "staging_slot", "stream")
+    __slots__ = ("_calls", "_copied", "_faults", "_is_plain", "_num_tokens", "_pairs", "after", "arrived", "copier", "failure",
+                 "layer_ends", "nodes", "pieces", "route", "seconds", "staging_slots", "stream")
 
-    def __init__(self, route: int, stream: Stream, copier: Copier, faults: FaultPoint | None, num_tokens: int = 0,
-                 staging_slot: int = -1) -> None:
+    def __init__(self, route: int, stream: Stream, copier: Copier, faults: FaultPoint | None, num_tokens: int = 0) -> None:
         self.route = route
         self.stream = stream
         self.nodes: list[TransferNode] = []
         self.after: dict[Event, None] = {}
-        self.staging_slot = staging_slot
+        self.staging_slots: list[int] = []
         self.layer_ends: tuple[int, ...] = (WHOLE,)
         self.pieces: list[Piece] = []
         self.arrived = 0
         self.seconds = 0.0
         self.failure: Exception | None = None
-        self._copier = copier
+        self.copier = copier
         self._faults = faults
         self._num_tokens = num_tokens
         self._pairs: list[tuple[int, int]] = []
@@ -76,16 +76,21 @@ class CopyBatch:
         self._is_plain = faults is None
         self._calls: list[list[Call]] | None = None
 
-    def add(self, node: TransferNode) -> None:
-        """Take a node in, and the events of what it depends on."""
+    def joins(self, route: int, copier: Copier, num_tokens: int) -> bool:
+        """Whether a copy out of a staging buffer may be one of these: whole blocks that go the same way."""
+        return self.route == route and self.copier is copier and not num_tokens and not self._num_tokens
+
+    def add(self, node: TransferNode, staging_slot: int | None = None) -> None:
+        """Take a node in, and the events of what it depends on. ``staging_slot``: where its bytes are, when a file was read; -1 nowhere."""
         node.batch = self
         node.state = NodeState.OPEN
         self.nodes.append(node)
         move = node.move
         assert move is not None
         # Done here, and not in the stream's thread: there it would stand between one copy and the next.
-        source = self.staging_slot if self.staging_slot >= 0 else slot_of(move.source)
-        self._pairs.append((source, slot_of(move.destination)))
+        if staging_slot is not None:
+            self.staging_slots.append(staging_slot)
+        self._pairs.append((slot_of(move.source) if staging_slot is None else staging_slot, slot_of(move.destination)))
         if node.writer is not None or node.error is not None:
             self._is_plain = False
         for earlier in node.depends:
@@ -99,14 +104,14 @@ class CopyBatch:
         After each copy the stream's thread finds its caches full of blocks; what it then has to work out is several times as slow as
         here, and the next copy waits for it.
         """
-        if self._num_tokens or self.staging_slot >= 0:
+        if self._num_tokens or self.staging_slots:
             most_pieces = 1
         with suppress(Exception):  # whatever is wrong (a slot outside its pool), the copy itself says so
-            ends = self._copier.layer_ends(self._pairs, most_pieces) if most_pieces > 1 else ()
+            ends = self.copier.layer_ends(self._pairs, most_pieces) if most_pieces > 1 else ()
             if len(ends) > 1:
                 self.layer_ends = ends
-            if self._is_plain and self._num_tokens == 0 and isinstance(self._copier, HostCopier):
-                self._calls = [self._copier.plan(self._pairs, self._layers_of(number)) for number in range(len(self.layer_ends))]
+            if self._is_plain and self._num_tokens == 0 and isinstance(self.copier, HostCopier):
+                self._calls = [self.copier.plan(self._pairs, self._layers_of(number)) for number in range(len(self.layer_ends))]
 
     def submitted(self, sequence: int, event: Event) -> None:
         """The next piece is on the stream."""
@@ -143,9 +148,9 @@ class CopyBatch:
                     for call in self._calls[number]:
                         call()
                 elif len(self.layer_ends) > 1:
-                    self._copier.copy(self._pairs, layers=self._layers_of(number))
+                    self.copier.copy(self._pairs, layers=self._layers_of(number))
                 else:
-                    self._copier.copy(self._pairs, self._num_tokens)
+                    self.copier.copy(self._pairs, self._num_tokens)
             except Exception as error:
                 self.failure = error
                 self._pairs = []

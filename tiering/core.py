@@ -1,48 +1,36 @@
-"""``TierCore``: ledger, pools, transfers and store under one lock (design: ledger rules, "Lock").
-
-Numbered records leave the ledger in order through an outbox and are issued under a submit lock. Nothing is copied, read from a
-file or waited for while either lock is held. I/O threads never touch the ledger: they fill the transfer manager's completion
-queue, which is drained on every entry.
-"""
+"""``TierCore``: the token tree's ledger with pools, transfers and store, under the lock of ``LockedTier``."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import torch
 
-from kvtier.errors import ConfigError, CorruptBlock, KVTierError, RequestError, TransferError
+from kvtier.errors import ConfigError, RequestError, TransferError
 from kvtier.io.block_writer import RUN_BYTES
 from kvtier.io.device import Device, open_device
-from kvtier.io.drive_queue import DriveQueue
 from kvtier.io.manifest import collector_paused
 from kvtier.io.nvme_store import NvmeStore
 from kvtier.io.rank_directories import occupied_by_ranks, prepare_rank_directory, rank_directory
 from kvtier.io.store_directory import occupied_bytes
-from kvtier.io.store_writes import WRITE_THREADS
 from kvtier.pools.group_pools import open_group_pools
 from kvtier.pools.host_memory import free_disk_bytes, host_memory
 from kvtier.pools.layout import KVLayout
 from kvtier.pools.nvme_geometry import NvmeGeometry
-from kvtier.pools.pool_index import NVME, level_of, slot_of
+from kvtier.pools.pool_index import NVME, level_of
 from kvtier.pools.rank_sizes import minimum_over_ranks
 from kvtier.pools.sizing import FreeSpace, PoolSizes, resolve_sizes, warn_of_unread_levels
 from kvtier.tiering import arguments
-from kvtier.tiering.bounded_call import call_within
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.debug_path import DebugPath
 from kvtier.tiering.direct_path import open_direct_path, require_possible
 from kvtier.tiering.event_queue import EventQueue
 from kvtier.tiering.event_stream import EventStream
-from kvtier.tiering.idle_scrub import IdleScrub
 from kvtier.tiering.ledger.events import Event
 from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupSpec
 from kvtier.tiering.ledger.invariants import verify
@@ -51,52 +39,42 @@ from kvtier.tiering.ledger.moves import Discard, Move
 from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.load_speed import LoadMeter
 from kvtier.tiering.loading import LoadDecider
+from kvtier.tiering.locked_tier import LockedTier, require_model, seconds_until
 from kvtier.tiering.namespace import chain_seed, store_namespace
 from kvtier.tiering.poison import Poison
-from kvtier.tiering.statistics import GdsStats, IterationStats, PrefetchStats, RequestStats, Stats, collect_request
+from kvtier.tiering.statistics import GdsStats, IterationStats, PrefetchStats, RequestStats, Stats, TransferTotals, collect_request
 from kvtier.tiering.statistics_recorder import StatisticsRecorder
 from kvtier.tiering.transfer import TransferManager
+from kvtier.tiering.transfer_results import MoveResult
 from kvtier.types import TransferMode
 
 logger = logging.getLogger(__name__)
 
 GDS_MODE: Final = TransferMode.GDS.value
 RESET_PAUSE: Final = 0.001  # seconds between two looks
-LEAST_CLEARING: Final = 1.0  # seconds for writing a reset down, even when the transfers took all of its time
 
 
-class TierCore:
+class TierCore(LockedTier[Ledger]):
     """What every way to attach has in common. Arguments and errors: see ``KVCacheManager``."""
+
+    transfers: TransferManager
+    _totals: TransferTotals
 
     def __init__(self, layout: KVLayout, config: TierConfig, device: str = "cpu", model: str | None = None) -> None:
         self.layout = layout
-        self.config = config
         self.model = model
-        self._clock = config.clock
         self._device: Device = open_device(device)
         device = self._device.name  # "cuda" is one particular device from here on, also where torch's current one is another
         sizes = _sizes(layout, config, device)
         require_possible(config, device, any(sizes.nvme))
         warn_of_unread_levels(sizes, config.enable_block_reuse)
-        if any(sizes.nvme) and not model:
-            raise ConfigError(f"model={model!r}: an NVMe level needs model=\"name@revision:weights-digest\", so that another model's "
-                              "blocks are never served")
-        self._lock = threading.RLock()
-        self._submit_lock = threading.Lock()
-        self._outbox: deque[Move | Discard] = deque()
-        self._num_queued = 0  # records put into the outbox so far, and records issued
-        self._num_issued = 0
-        self._closed = False
-        self._everything_let_go = False
+        require_model(model, sizes.nvme)
+        super().__init__(config, _ledger(layout, config, sizes, chain_seed(layout, model, config.num_ranks)))
         self._has_said_no_gds = False
-        self._num_clearing = 0  # resets that are deleting what is on NVMe
         self._events = EventQueue(config.event_buffer_max_size)
         self._prefill_rate: float | None = None
         self._prefetched = PrefetchStats()
         self._load_meter = LoadMeter([group.block_bytes for group in layout.groups])
-        self._ledger = _ledger(layout, config, sizes, chain_seed(layout, model, config.num_ranks))
-        for allocator in self._ledger.allocators:
-            allocator.wall_clock_offset = time.time() - self._clock()
         with ExitStack() as undo:  # what fails here must not leave the directory locked
             self.store = self._open_store(sizes)
             if self.store is not None:
@@ -118,17 +96,14 @@ class TierCore:
                                              write_bytes_per_second=config.nvme_write_bytes_per_second,
                                              layer_pieces=config.layer_pieces)
             undo.callback(self.transfers.close, 1.0)
-            if config.faults is not None:
-                logger.warning("faults are injected into this cache (%s): %s. For trials only: blocks are really lost and files really "
-                               "deleted", config.sources["faults"], config.faults)
             self._statistics = StatisticsRecorder(self._ledger, self._ledger.allocators)
             self._totals = self._statistics.totals
             can_split = all(geometry.kind in (FULL, CROSS) for geometry in self._ledger.geometries)
             self._loading = LoadDecider(self._load_meter, config.load_decision == "auto", can_split)
             self._ledger.loading = self._loading
             self._poison = Poison(self.pools, self._ledger.geometries) if config.debug_checks else None
-            rate = config.nvme_scrub_bytes_per_second
-            self.scrub = IdleScrub(self, self.store, rate) if self.store is not None and rate is not None else None
+            self._filling: AbstractContextManager[object] = nullcontext() if self._poison is None else self._poison.lock
+            self._opened()
             undo.pop_all()
 
     # -- once per step, events, statistics -------------------------------------------------------------------------------
@@ -140,23 +115,6 @@ class TierCore:
             ledger.refresh(self._clock(), self._takes_writes)
             self._events.put(ledger.events.flush())
             self._statistics.end_iteration()
-
-    def flush(self, timeout: float = 60.0) -> bool:
-        """Finish all transfers and write all unreferenced content that may go to NVMe, as far as there is room for it.
-
-        False when time ran out first, or when the store takes no writes for the moment (full or failing disk).
-        """
-        deadline = time.monotonic() + arguments.seconds("timeout", timeout)
-        while True:
-            with self.locked() as ledger:
-                takes_writes = self._takes_writes
-                is_complete = not takes_writes or ledger.write_everything_out()
-            if not self.transfers.idle(max(deadline - time.monotonic(), 0.0)):
-                return False
-            if is_complete:
-                return takes_writes or self.store is None
-            if time.monotonic() > deadline:
-                return False
 
     def flush_events(self) -> None:
         """Hand over the events so far to :meth:`poll_events`."""
@@ -235,58 +193,18 @@ class TierCore:
                     ledger.reset()
                     self._num_clearing += 1  # what others store from now on must not be deleted with the rest
                     break
-            if not self.transfers.idle(max(deadline - time.monotonic(), 0.0)) or time.monotonic() > deadline:
+            if not self.transfers.idle(seconds_until(deadline)) or time.monotonic() > deadline:
                 raise TransferError(f"reset: transfers did not end within {timeout} s; nothing was forgotten, try again")
             time.sleep(RESET_PAUSE)  # a tool may be reading a block: that is no transfer to wait for
         # The deletions just issued may still be on their way; what clear() forgets does not depend on them.
-        is_idle = self.store is None or self.transfers.idle(max(deadline - time.monotonic(), 0.0))
-        if self.store is None or not is_idle:
-            self._cleared()
+        is_over = self.store is None or self.transfers.idle(seconds_until(deadline))
+        if is_over:
+            is_over = self._clear_store(deadline)
         else:
-            is_idle = call_within(max(deadline - time.monotonic(), LEAST_CLEARING), self.store.clear, "kvtier-reset", self._cleared)
-        if not is_idle:
+            self._cleared()
+        if not is_over:
             raise TransferError(f"reset: the deletions on NVMe did not end within {timeout} s; what is there may be found again "
                                 "after a restart, repeat the reset before")
-
-    def _cleared(self) -> None:
-        with self._lock:
-            self._num_clearing -= 1
-
-    def close(self, timeout: float = 10) -> None:
-        """End all transfers and let go of memory, files and the directory's lock. Bounded by ``timeout``.
-
-        May be called again: what something hanging did not let go of the first time is then tried again.
-        """
-        deadline = time.monotonic() + arguments.seconds("timeout", timeout)
-        with self._lock:
-            if self._everything_let_go:
-                return
-            is_first = not self._closed
-            self._closed = True
-        if self.store is not None:
-            self.store.hurry()
-        if self.scrub is not None:
-            self.scrub.close(min(max(deadline - time.monotonic(), 0.1), 1.0))
-        is_quiet = (not is_first or self._settle(deadline)) and self.transfers.close(max(deadline - time.monotonic(), 0.1))
-        if not is_quiet:
-            is_quiet = self.transfers.close(0.1)
-        self._events.close()
-        store_is_closed = self.store is None or self.store.close(max(deadline - time.monotonic(), 0.5))
-        if is_quiet:
-            if self._gds is not None:
-                self._gds.close()
-            self._close_pools()
-            self._everything_let_go = store_is_closed
-        else:
-            logger.warning("close: a transfer still ran after %s s; the pools' memory stays allocated because it may be in use", timeout)
-        if self.config.faults is not None and not self._everything_let_go:
-            self.config.faults.end_hangs()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 
@@ -300,38 +218,17 @@ class TierCore:
         for pools in self.pools:
             pools.close()
 
-    def condemn(self, group: int, slot: int, error: Exception) -> None:
-        """An NVMe slot failed its check: it is quarantined, and nobody is promised what it held."""
-        assert self.store is not None
-        self.store.quarantine(group, slot, str(error))
-        if not self.store.is_quarantined(group, slot):
-            return  # nothing was stored there
-        with self.locked() as ledger:
-            self._totals.failures += 1
-            if isinstance(error, CorruptBlock):
-                self._totals.checksum_failures += 1
-            ledger.allocators[group].condemn(slot)
+    def _closing(self) -> None:
+        self._events.close()
 
-    @contextmanager
-    def locked(self) -> Iterator[Ledger]:
-        """The ledger, with finished transfers drained into it before and new records issued in order after."""
-        try:
-            with self._lock:
-                self._require_open()
-                self._ledger.set_time(self._clock())
-                self._drain()
-                try:
-                    yield self._ledger
-                finally:
-                    self._queue_records()
-                    self._statistics.note_usage()
-        finally:
-            self._submit()  # also after an error: what was drained may have left records
+    def _let_go(self) -> None:
+        if self._gds is not None:
+            self._gds.close()
+        with self._filling:
+            self._close_pools()
 
-    def _queue_records(self) -> None:
-        records = self._ledger.moves.take()
-        if not records:
-            return
+    def _queued(self, records: Sequence[Move | Discard]) -> None:
+        self._statistics.note_usage()
         now = time.perf_counter()
         for record in records:
             if isinstance(record, Move):
@@ -340,63 +237,23 @@ class TierCore:
                 if self._debug is not None and not record.key and self._debug.takes(record):
                     allocator = self._ledger.allocators[record.group]
                     self._debug.name(record, allocator.chain_key(allocator.blocks[record.block_id]))
-        self._num_queued += len(records)
-        self._outbox.extend(records)
-
-    def _submit(self) -> None:
-        """Issue what is in the outbox. Whoever holds the submit lock issues everybody's records, in order."""
-        with self._submit_lock:
-            records: list[Move | Discard] = []
-            while self._outbox:
-                records.append(self._outbox.popleft())
-            try:
-                if records:
-                    self.transfers.issue(records)
-            finally:
-                self._num_issued += len(records)
-
-    @property
-    def _takes_writes(self) -> bool:
-        return self.store is not None and not self._num_clearing and self.store.accepts_writes and not self.transfers.writes_hang
-
-    @property
-    def _all_issued(self) -> bool:
-        """Whether the transfers know of every record. While another thread is about to issue some, they know of fewer."""
-        return self._num_issued == self._num_queued
-
-    def _settle(self, deadline: float) -> bool:
-        """Let everything issued end, and what the ledger then wants deleted from NVMe. False when time ran out."""
-        self._submit()
-        if not self.transfers.idle(max(deadline - time.monotonic(), 0.0)):
-            return False
-        with self._lock:
-            self._drain()
-            self._queue_records()
-        self._submit()
-        return self.transfers.idle(max(deadline - time.monotonic(), 0.0))
 
     def _drain(self) -> None:
         if self._debug is not None:
             self._totals.fallbacks += self._debug.take_fallbacks()
-        for result in self.transfers.drain():
-            move = result.move
-            self._load_meter.ended(move, result.ended, result.error is None)
-            self._statistics.times.ended(result)
-            if result.error is None:
-                self._totals.add(level_of(move.source), level_of(move.destination), result.num_bytes, result.seconds)
-                self._ledger.finish(move, False)
-                if move.mode == GDS_MODE and self._gds is None and level_of(move.source) == NVME:
-                    self._note_unfulfilled()
-                continue
-            self._totals.failures += 1
-            if isinstance(result.error, CorruptBlock):
-                self._totals.checksum_failures += 1
-            is_read = level_of(move.source) == NVME
-            if is_read or level_of(move.destination) != NVME:
-                self._totals.fallbacks += 1  # somebody computes again what this Move would have brought
-            # Not after a failed copy out of the staging buffer, or a read cancelled at the end: those say nothing about the slot.
-            is_bad = self.store is not None and is_read and self.store.is_quarantined(move.group, slot_of(move.source))
-            self._ledger.finish(move, True, is_bad)
+        super()._drain()
+
+    def _count(self, result: MoveResult) -> None:
+        move, is_whole = result.move, result.error is None
+        source, destination = level_of(move.source), level_of(move.destination)
+        self._load_meter.ended(move, result.ended, is_whole)
+        self._statistics.times.ended(result)
+        if is_whole:
+            self._totals.add(source, destination, result.num_bytes, result.seconds)
+            if move.mode == GDS_MODE and self._gds is None and source == NVME:
+                self._note_unfulfilled()
+        elif source == NVME or destination != NVME:
+            self._totals.fallbacks += 1  # somebody computes again what this Move would have brought
 
     def _note_unfulfilled(self) -> None:
         """A request wanted its blocks read directly, and the tier has no such way."""
@@ -405,10 +262,6 @@ class TierCore:
             self._has_said_no_gds = True
             logger.warning("a request asks for TransferMode.GDS, but NVMe goes through the host: %s. Said once; stats().fallbacks counts",
                            self.nvme_path.reason)
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise KVTierError("this KVCacheManager is closed; make a new one")
 
     @collector_paused()
     def _open_store(self, sizes: PoolSizes) -> NvmeStore | None:
@@ -419,12 +272,8 @@ class TierCore:
         directory = prepare_rank_directory(config.nvme_directory, config.rank, config.num_ranks)
         namespace = store_namespace(self.layout, self.model, config.rank, config.num_ranks)
         geometries = [NvmeGeometry(group.block_bytes, count) for group, count in zip(self.layout.groups, sizes.nvme, strict=True)]
-        store = NvmeStore.open(directory, namespace, geometries, faults=config.faults, sync=config.nvme_sync,
-                               free_space_reserve=config.nvme_free_space_reserve_bytes,
-                               drive=DriveQueue(config.read_threads, WRITE_THREADS, config.nvme_write_bytes_per_second))
-        self._ledger.set_time(self._clock())
+        store = self._open_nvme(directory, namespace, geometries)
         self._ledger.adopt_store(store.stored_blocks(), store.quarantined())
-        self._queue_records()
         return store
 
 

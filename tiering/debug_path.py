@@ -26,10 +26,12 @@ from kvtier.io.threads import start_thread
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.pool_index import NVME, PRIMARY, level_of, slot_of
 from kvtier.tiering import hang_watch
+from kvtier.tiering.block_store import BlockStore
 from kvtier.tiering.debug_files import file_name, header, write_and_read_back
-from kvtier.tiering.file_workers import BlockStore, cancelled, hung, take_all
+from kvtier.tiering.file_lane import LOOK_UP, PATIENCE, cancelled, hand_back, hung, take_all, take_buffer
 from kvtier.tiering.hang_watch import HangWatch
 from kvtier.tiering.ledger.moves import Discard, Move
+from kvtier.tiering.read_lane import Read
 from kvtier.tiering.request_directory import RequestRoot
 from kvtier.tiering.staging import StagingPool
 from kvtier.tiering.transfer_graph import TransferNode
@@ -40,8 +42,6 @@ _log = logging.getLogger(__name__)
 MODE: Final = TransferMode.POSIX_DEBUG_FALLBACK.value
 BUFFERS: Final = 2
 BLOCK_OPERATIONS: Final = 3  # that one block takes: into the buffer, into the file, out of the file
-PATIENCE: Final = 60.0  # seconds for memory copies that it depends on; one that takes longer hangs
-_LOOK_UP: Final = 0.1
 
 
 class DebugPath:
@@ -75,19 +75,19 @@ class DebugPath:
         self._watch = HangWatch(1)
         self._hanging = Incident(_log)
         self._ends = threading.Event()
-        self._read_over: Callable[[TransferNode, int], None] | None = None
+        self._reads_over: Callable[[list[Read]], None] | None = None
         self._closing = False
         self._fallbacks: SimpleQueue[None] = SimpleQueue()
         self._has_said = False
         self._names: dict[int, bytes] = {}
 
-    def start(self, read_over: Callable[[TransferNode, int], None]) -> None:
-        """``read_over`` is called by our threads, no lock held, with each node and its buffer (-1: none), which it takes over.
+    def start(self, reads_over: Callable[[list[Read]], None]) -> None:
+        """``reads_over`` is called by our threads, no lock held, with each node and its buffer (-1: none), which it takes over.
 
         Raises:
             ConfigError: a thread cannot be started; ``close`` ends the other one.
         """
-        self._read_over = read_over
+        self._reads_over = reads_over
         for target, name in ((self._run, "kvtier-debug"), (self._run_watch, "kvtier-debug-watch")):
             self._threads.append(start_thread(target, name))
 
@@ -150,12 +150,8 @@ class DebugPath:
                 del node
 
     def _hand_back(self, node: TransferNode, buffer: int) -> None:
-        """An error in the manager's own code must not end the thread: every later Move would hang."""
-        assert self._read_over is not None
-        try:
-            self._read_over(node, buffer)
-        except Exception:
-            _log.exception("handing back a block of a debugged request failed")
+        assert self._reads_over is not None
+        hand_back(self._reads_over, [(node, buffer)])
 
     def _read(self, node: TransferNode, runner: asyncio.Runner) -> int | None:
         """The buffer with the block; None when it hung, and the node has been handed back long since."""
@@ -166,7 +162,7 @@ class DebugPath:
         lost = node.source_failure()
         if lost is not None:
             raise lost
-        buffer = self._take_buffer(node)
+        buffer = take_buffer(self.staging[node.group], node, lambda: self._closing)
         failure: Exception | None = None
         start = time.perf_counter()
         self._watch.begin(node, BLOCK_OPERATIONS)
@@ -186,7 +182,7 @@ class DebugPath:
 
     def _run_watch(self) -> None:
         """What hangs is a miss, and so is what is queued behind it until it comes back."""
-        while not self._ends.wait(_LOOK_UP if self._watch.is_stuck else hang_watch.HANG_SECONDS / 4):
+        while not self._ends.wait(LOOK_UP if self._watch.is_stuck else hang_watch.HANG_SECONDS / 4):
             for node in self._watch.overdue():
                 self._hanging.warn("%s: the file of a debugged request hangs; its block is computed again", node.move)
                 node.error = hung(node)
@@ -203,23 +199,13 @@ class DebugPath:
         deadline = time.monotonic() + PATIENCE
         for earlier in list(node.depends):
             event = earlier.event
-            while event is not None and not event.wait(_LOOK_UP):
+            while event is not None and not event.wait(LOOK_UP):
                 if self._closing:
                     raise cancelled(node)
                 if time.monotonic() > deadline:
                     raise TransferError(f"{node.move}: what comes before it was not over within {PATIENCE:.0f} s; a copy hangs")
             if event is not None and event.error is not None and earlier is node.writer:
                 raise TransferError(f"{node.move}: the copy into its source failed: {event.error}")
-
-    def _take_buffer(self, node: TransferNode) -> int:
-        deadline = time.monotonic() + PATIENCE
-        while not self._closing:
-            buffer = self.staging[node.group].take(_LOOK_UP)
-            if buffer is not None:
-                return buffer
-            if time.monotonic() > deadline:
-                raise TransferError(f"{node.move}: no buffer came free within {PATIENCE:.0f} s; a copy hangs")
-        raise cancelled(node)
 
     def _fill(self, node: TransferNode, buffer: int) -> None:
         """The source's bytes into the buffer. An error there is the Move's, as on every other way."""

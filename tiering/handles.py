@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtier.errors import RequestError
+from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.sequence import ActiveSequence
 from kvtier.tiering.ledger.sequence import Lease as LedgerLease
 
@@ -37,7 +38,7 @@ class Admission:
 class Lease:
     """Blocks pinned for one request until :meth:`release`; also a context manager.
 
-    ``block_ids`` are those of group 0; :meth:`block_ids_of` gives any group's.
+    ``block_ids`` are those of group 0; :meth:`block_ids_of` gives any group's, :meth:`lost_block_ids` those that failed to arrive.
     """
 
     def __init__(self, manager: TierCore, lease: LedgerLease) -> None:
@@ -47,10 +48,22 @@ class Lease:
 
     def block_ids_of(self, group: int) -> list[int]:
         """Ids of the pinned blocks of a group, in prompt order. RequestError for a group that there is not."""
+        return [block.id for block in self._row(group)]
+
+    def lost_block_ids(self, group: int = 0) -> list[int]:
+        """Those of the pinned blocks of a group that hold garbage now, in prompt order: the read or copy that was to bring them, or what
+        they were computed from, has failed. They stay pinned. What is still on its way may yet fail: ask once the sequence is ready, or
+        after ``flush``. RequestError for a group that there is not."""
+        row = self._row(group)
+        with self._manager.locked():
+            lost = self._lease.lost_ids[group]
+            return [block.id for block in row if block.id in lost]
+
+    def _row(self, group: int) -> list[Block]:
         rows = self._lease.rows
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(rows):
             raise RequestError(f"group={group!r}: this layout has groups 0..{len(rows) - 1}")
-        return [block.id for block in rows[group]]
+        return rows[group]
 
     def release(self) -> None:
         """Let go. RequestError when it was released before."""

@@ -6,6 +6,7 @@ what nobody wrote, and a copy that takes a block too early, then give answers th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Final
 
@@ -23,6 +24,10 @@ class Poison:
 
     Args:
         pools, geometries: by group number.
+
+    Attributes:
+        lock: held from :meth:`unwritten` to the end of :meth:`fill`, but not by those who only want the ledger: a fill takes long. Another
+            step that looks in between would find nothing left to fill, and let its engine write. Taken before the ledger's lock.
     """
 
     def __init__(self, pools: Sequence[GroupPools], geometries: Sequence[GroupGeometry]) -> None:
@@ -30,10 +35,12 @@ class Poison:
         self._geometries = geometries
         self._seen: dict[tuple[int, int], int] = {}  # by group and slot: the generation that was looked at
         self.num_filled = 0
+        self.lock = threading.Lock()
 
-    def fill(self, sequence: ActiveSequence) -> None:
-        """Fill the sequence's new blocks behind what is computed, or is loaded by the engine itself. The caller has ordered the
-        engine behind whatever still used their slots."""
+    def unwritten(self, sequence: ActiveSequence) -> list[tuple[int, list[int]]]:
+        """The sequence's new blocks behind what is computed, or is loaded by the engine itself: groups and slots, each once. The ledger's
+        lock is held."""
+        found: list[tuple[int, list[int]]] = []
         for row in sequence.rows:
             geometry = self._geometries[row.group]
             if geometry.kind not in (FULL, WINDOW):  # running states and an encoder's output are written by rules of their own
@@ -51,6 +58,13 @@ class Poison:
                     if position >= written:
                         slots.append(slot)
             if slots:
-                self.num_filled += len(slots)
-                for section in self._pools[row.group].primary.sections:
-                    section.rows[slots] = PATTERN
+                found.append((row.group, slots))
+        return found
+
+    def fill(self, unwritten: Sequence[tuple[int, list[int]]]) -> None:
+        """Fill them: nobody else's, because their sequences are in a step. The caller has ordered the engine behind whatever still used
+        their slots."""
+        for group, slots in unwritten:
+            self.num_filled += len(slots)
+            for section in self._pools[group].primary.sections:
+                section.rows[slots] = PATTERN

@@ -141,20 +141,24 @@ class Readiness(TierCore):
         slots = [[index for indices in candidates.values() for index in indices[group]] for group in range(len(self.layout.groups))]
         late = self._order(stream, slots, [0] * len(slots), num_layers, f"step: copies for requests {list(candidates)}")
         ready: list[int] = []
-        with self.locked() as ledger:
-            for request_id, indices in candidates.items():
-                found = ledger.sequences.get(request_id)
-                # While we waited a copy may have failed, or another thread may have ended the sequence: then it is left out.
-                if found is not None and not found.must_report and not found.must_preempt and _is_within(
-                        _indices(ledger, found), indices):
-                    if not any(late):
-                        ledger.deliver(found)
-                    ready.append(request_id)
-                    if self._poison is not None:
-                        with self._device.on_engine(stream):
-                            self._poison.fill(found)
-                    self._stepping[request_id] = self._stepping.get(request_id, 0) + 1
+        unwritten: list[tuple[int, list[int]]] = []
         try:
+            with self._filling:
+                with self.locked() as ledger:
+                    for request_id, indices in candidates.items():
+                        found = ledger.sequences.get(request_id)
+                        # While we waited a copy may have failed, or another thread may have ended the sequence: then it is left out.
+                        if found is not None and not found.must_report and not found.must_preempt and _is_within(
+                                _indices(ledger, found), indices):
+                            if not any(late):
+                                ledger.deliver(found)
+                            ready.append(request_id)
+                            self._stepping[request_id] = self._stepping.get(request_id, 0) + 1
+                            if self._poison is not None:
+                                unwritten += self._poison.unwritten(found)
+                if self._poison is not None and unwritten:
+                    with self._device.on_engine(stream):
+                        self._poison.fill(unwritten)
             yield Step(ready, num_layers, late, partial(self._wait_layer, stream))
         finally:
             self.transfers.order_after_engine(stream)

@@ -1,49 +1,38 @@
-"""``TierIndexCore``: ledger, arena, store and transfers of a ``TierIndex`` under one lock; its life, from opening to closing.
-
-As in ``TierCore``, numbered records leave the ledger in order through an outbox and are issued under a submit lock; nothing is copied,
-read or waited for while either is held, and file threads never touch the ledger.
-"""
+"""``TierIndexCore``: the key map's ledger with arena, store and transfers of a ``TierIndex``, under the lock of ``LockedTier``."""
 
 from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
-from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
-from kvtier.errors import ConfigError, CorruptBlock, KVTierError, TransferError
+from kvtier.errors import ConfigError, TransferError
 from kvtier.io.block_writer import RUN_BYTES
 from kvtier.io.device import open_device
-from kvtier.io.drive_queue import DriveQueue
 from kvtier.io.job_board import MAX_JOBS
 from kvtier.io.manifest import collector_paused
 from kvtier.io.nvme_store import NvmeStore
 from kvtier.io.shared_arena import SharedArena
-from kvtier.io.store_writes import WRITE_THREADS
 from kvtier.pools.group_pools import HostPools
 from kvtier.pools.nvme_geometry import HEADER_BYTES, NvmeGeometry
 from kvtier.pools.page_layout import PageLayout
-from kvtier.pools.pool_index import NVME, level_of, slot_of
+from kvtier.pools.pool_index import NVME, level_of
 from kvtier.tiering import arguments
-from kvtier.tiering.bounded_call import call_within
 from kvtier.tiering.config import TierConfig
-from kvtier.tiering.core import LEAST_CLEARING
-from kvtier.tiering.idle_scrub import IdleScrub
 from kvtier.tiering.ledger.key_invariants import verify_keys
 from kvtier.tiering.ledger.key_jobs import EngineJob
 from kvtier.tiering.ledger.key_ledger import KeyLedger
 from kvtier.tiering.ledger.keyed_level import engine_key
-from kvtier.tiering.ledger.moves import Discard, Move
 from kvtier.tiering.ledger.rules import TierRules
+from kvtier.tiering.locked_tier import LEAST_CLEARING, LockedTier, require_model, seconds_until
 from kvtier.tiering.namespace import FORMAT_VERSION
 from kvtier.tiering.tier_plan import TierPlan, level_slots
 from kvtier.tiering.tier_statistics import FileTotals, TierStats, collect
 from kvtier.tiering.transfer import TransferManager
+from kvtier.tiering.transfer_results import MoveResult
 
 _log = logging.getLogger(__name__)
 
@@ -51,55 +40,31 @@ GONE_SECONDS: Final = 1.0
 """How long a rank's process must have been gone before its copies count as over: the driver may still be ending them."""
 
 
-class _Turn:
-    """The ledger, with finished transfers drained into it before and new records issued in order after. One thread at a time."""
-
-    def __init__(self, core: TierIndexCore) -> None:
-        self._core = core
-
-    def __enter__(self) -> KeyLedger:
-        return self._core._begin()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._core._end()
-
-
-class TierIndexCore:
+class TierIndexCore(LockedTier[KeyLedger]):
     """What a ``TierIndex`` is made of; arguments and errors are described there."""
+
+    _totals: FileTotals
 
     def __init__(self, layout: PageLayout, config: TierConfig, *, model: str | None = None, engine_id: str = "default",
                  fingerprint: str = "", lookup_timeout: float = 5.0, job_timeout: float = 120.0) -> None:
         self.layout = layout
-        self.config = config
         self.plan = TierPlan.of(layout, config, engine_id)
         for name, text in (("model", model or ""), ("fingerprint", fingerprint)):
             if not isinstance(text, str):
                 raise ConfigError(f"{name}={text!r}: pass a text")
         nvme_slots = level_slots(layout, config, "nvme", HEADER_BYTES)
-        if any(nvme_slots) and not model:
-            raise ConfigError(f"model={model!r}: an NVMe level needs model=\"name@revision:weights-digest\", so that another model's "
-                              "blocks are never served")
+        require_model(model, nvme_slots)
         rules = TierRules(config.secondary_offload_min_priority, config.nvme_offload_min_priority, config.keep_backing,
                           config.write_ahead_share)
-        self._ledger = KeyLedger(list(zip(self.plan.host_slots, nvme_slots, strict=True)), rules, config.policy,
-                                 config.event_buffer_max_size, 4 * config.read_threads, arguments.seconds("lookup_timeout", lookup_timeout),
-                                 arguments.seconds("job_timeout", job_timeout))
-        self._clock = config.clock
-        self._lock = threading.Lock()
-        self._submit_lock = threading.Lock()
-        self._outbox: deque[Move | Discard] = deque()
+        super().__init__(config, KeyLedger(
+            list(zip(self.plan.host_slots, nvme_slots, strict=True)), rules, config.policy, config.event_buffer_max_size,
+            4 * config.read_threads, arguments.seconds("lookup_timeout", lookup_timeout), arguments.seconds("job_timeout", job_timeout)))
         self._totals = FileTotals()
         self._version_seen = 0
-        self._num_clearing = 0
         self._gone_since: dict[int, float] = {}
         self._is_linked = True
-        self._closed = False
-        self._everything_let_go = False
-        self.turn = _Turn(self)
         self._namespace = json.dumps({"format": FORMAT_VERSION, "model": model or "", "layout": json.loads(layout.describe()),
                                       "ranks": layout.ranks, "fingerprint": fingerprint}, sort_keys=True)
-        for level in self._ledger.allocators:
-            level.wall_clock_offset = time.time() - self._clock()
         with ExitStack() as undo:  # what fails here must leave neither the directory locked nor the arena behind
             self.store = self._open_store([NvmeGeometry(block.block_bytes, count)
                                            for block, count in zip(layout.blocks, nvme_slots, strict=True)])
@@ -117,11 +82,7 @@ class TierIndexCore:
                                                   staging_bytes=config.read_threads * RUN_BYTES,
                                                   write_bytes_per_second=config.nvme_write_bytes_per_second)
                 undo.callback(self.transfers.close, 1.0)
-            rate = config.nvme_scrub_bytes_per_second
-            self.scrub = IdleScrub(self, self.store, rate) if self.store is not None and rate is not None else None
-            if config.faults is not None:
-                _log.warning("faults are injected into this tier (%s): %s. For trials only: blocks are really lost, files really deleted",
-                             config.sources["faults"], config.faults)
+            self._opened()
             undo.pop_all()
         self._unlink_when_all_are_there()
 
@@ -170,21 +131,6 @@ class TierIndexCore:
         with self.turn as ledger:
             verify_keys(ledger)
 
-    def locked(self) -> _Turn:
-        """The ledger, for tools."""
-        return self.turn
-
-    def condemn(self, group: int, slot: int, error: Exception) -> None:
-        """An NVMe slot failed its check: it is quarantined, and nobody is promised what it held."""
-        assert self.store is not None
-        self.store.quarantine(group, slot, str(error))
-        if not self.store.is_quarantined(group, slot):
-            return  # nothing was stored there
-        with self.turn as ledger:
-            self._totals.failures += 1
-            self._totals.checksum_failures += isinstance(error, CorruptBlock)
-            ledger.condemn(group, slot)
-
     def release_abandoned(self) -> int:
         """No worker uses slots of given-up jobs any more (the workers are gone, or have been flushed): put them back into use. Returns
         how many jobs there were."""
@@ -195,23 +141,6 @@ class TierIndexCore:
             return len(numbers)
 
     # -- the whole -------------------------------------------------------------------------------------------------------
-
-    def flush(self, timeout: float = 60.0) -> bool:
-        """Write to NVMe all that nobody holds and that may go there; False when time ran out first or the store takes no writes for the
-        moment."""
-        deadline = time.monotonic() + arguments.seconds("timeout", timeout)
-        if self.transfers is None:
-            return True
-        while True:
-            with self.turn as ledger:
-                takes_writes = self._takes_writes
-                is_complete = not takes_writes or ledger.write_everything_out()
-            if not self.transfers.idle(max(deadline - time.monotonic(), 0.0)):
-                return False
-            if is_complete:
-                return takes_writes
-            if time.monotonic() > deadline:
-                return False
 
     def reset(self, timeout: float = 60.0) -> None:
         """Forget everything on all levels, stores in flight included, before it returns (new weights, for example). Leases end, jobs in
@@ -228,128 +157,41 @@ class TierIndexCore:
         if self.store is None or self.transfers is None:
             self._cleared()
             return
-        is_over = self.transfers.idle(max(deadline - time.monotonic(), 0.0))
+        is_over = self.transfers.idle(seconds_until(deadline))
         if is_over:
             with self.turn:
                 pass  # what ended for nobody is to be deleted, too
-            is_over = self.transfers.idle(max(deadline - time.monotonic(), LEAST_CLEARING))
+            is_over = self.transfers.idle(seconds_until(deadline, LEAST_CLEARING))
         if not is_over:
             self._cleared()
             raise TransferError(f"reset: reads and writes of NVMe did not end within {timeout} s; what lies there may be found again after "
                                 "a restart, repeat the reset before")
-        if not call_within(max(deadline - time.monotonic(), LEAST_CLEARING), self.store.clear, "kvtier-reset", self._cleared):
+        if not self._clear_store(deadline):
             raise TransferError(f"reset: the deletion on NVMe was not written down within {timeout} s; what lies there may be found again "
                                 "after a restart, repeat the reset before")
 
-    def close(self, timeout: float = 10.0) -> None:
-        """End all I/O and let go of files, arena and the directory's lock. Bounded by ``timeout``; may be called again."""
-        deadline = time.monotonic() + arguments.seconds("timeout", timeout)
-        with self._lock:
-            if self._everything_let_go:
-                return
-            is_first = not self._closed
-            self._closed = True
-        self.arena.unlink()
-        is_quiet = True
-        if self.transfers is not None:
-            assert self.store is not None
-            self.store.hurry()
-            if self.scrub is not None:
-                self.scrub.close(min(max(deadline - time.monotonic(), 0.1), 1.0))
-            if is_first:
-                self._settle(deadline)
-            is_quiet = self.transfers.close(max(deadline - time.monotonic(), 0.1))
-        store_is_closed = self.store is None or self.store.close(max(deadline - time.monotonic(), 0.5))
-        if is_quiet:
-            self.arena.close()
-            self._everything_let_go = store_is_closed
-        else:
-            _log.warning("close: a transfer still ran after %s s; the arena stays mapped, for it may be in use", timeout)
-        if self.config.faults is not None and not self._everything_let_go:
-            self.config.faults.end_hangs()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
     # -- inside ----------------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> KeyLedger:
-        self._lock.acquire()
-        ledger = self._ledger
-        if self._closed:
-            self._lock.release()
-            raise KVTierError("this TierIndex is closed; make a new one")
-        try:
-            ledger.set_time(self._clock())
-            if self.transfers is not None:
-                self._drain(ledger)
-        except BaseException:
-            self._lock.release()  # nobody is inside
-            raise
-        return ledger
+    def _closing(self) -> None:
+        self.arena.unlink()
 
-    def _end(self) -> None:
-        self._outbox.extend(self._ledger.moves.take())
-        self._lock.release()
-        if self._outbox:
-            self._submit()
+    def _let_go(self) -> None:
+        self.arena.close()
 
-    def _submit(self) -> None:
-        """Issue what is in the outbox. Whoever holds the submit lock issues everybody's records, in order."""
-        assert self.transfers is not None
-        with self._submit_lock:
-            records: list[Move | Discard] = []
-            while self._outbox:
-                records.append(self._outbox.popleft())
-            if records:
-                self.transfers.issue(records)
+    def _condemn(self, ledger: KeyLedger, group: int, slot: int) -> None:
+        ledger.condemn(group, slot)
 
-    def _drain(self, ledger: KeyLedger) -> None:
-        assert self.transfers is not None
+    def _count(self, result: MoveResult) -> None:
         totals = self._totals
-        for result in self.transfers.drain():
-            move = result.move
-            is_read = level_of(move.source) == NVME
-            if result.error is None:
-                if is_read:
-                    totals.promoted_bytes += result.num_bytes
-                    totals.read_seconds += result.seconds
-                else:
-                    totals.written_blocks += 1
-                    totals.written_bytes += result.num_bytes
-                    totals.write_seconds += result.seconds
-                ledger.finish(move, False, False)
-                continue
-            totals.failures += 1
-            totals.checksum_failures += isinstance(result.error, CorruptBlock)
-            # Not after a failed copy out of the staging buffer: that says nothing about the slot.
-            is_bad = is_read and self.store is not None and self.store.is_quarantined(move.group, slot_of(move.source))
-            ledger.finish(move, True, is_bad)
-
-    @property
-    def _takes_writes(self) -> bool:
-        return (self.store is not None and self.transfers is not None and not self._num_clearing and self.store.accepts_writes
-                and not self.transfers.writes_hang)
-
-    def _settle(self, deadline: float) -> None:
-        """Let everything issued end, and what the ledger then wants deleted from NVMe, as far as there is time."""
-        assert self.transfers is not None
-        with self._lock:
-            self._outbox.extend(self._ledger.moves.take())
-        self._submit()
-        if self.transfers.idle(max(deadline - time.monotonic(), 0.0)):
-            with self._lock:
-                self._drain(self._ledger)
-                self._outbox.extend([record for record in self._ledger.moves.take() if isinstance(record, Discard)])
-            self._submit()
-            self.transfers.idle(max(deadline - time.monotonic(), 0.0))
-
-    def _cleared(self) -> None:
-        with self._lock:
-            self._num_clearing -= 1
+        if result.error is not None:
+            return
+        if level_of(result.move.source) == NVME:
+            totals.promoted_bytes += result.num_bytes
+            totals.read_seconds += result.seconds
+        else:
+            totals.written_blocks += 1
+            totals.written_bytes += result.num_bytes
+            totals.write_seconds += result.seconds
 
     def _has_ended(self, job: EngineJob) -> bool:
         """Whether no rank can be copying for this job any more: it has said so, or its process is gone."""
@@ -397,10 +239,7 @@ class TierIndexCore:
         if not any(geometry.num_slots for geometry in geometries):
             return None
         assert config.nvme_directory is not None
-        store = NvmeStore.open(config.nvme_directory, self._namespace, geometries, faults=config.faults,
-                               free_space_reserve=config.nvme_free_space_reserve_bytes, sync=config.nvme_sync,
-                               drive=DriveQueue(config.read_threads, WRITE_THREADS, config.nvme_write_bytes_per_second))
+        store = self._open_nvme(config.nvme_directory, self._namespace, geometries)
         rows = [row._replace(key=engine_key(row.key)) for row in store.stored_blocks()]
-        self._ledger.set_time(self._clock())
         self._ledger.adopt_store(rows, list(store.quarantined()))
         return store

@@ -24,11 +24,14 @@ from kvtier.pools.group_pools import GroupMemory
 from kvtier.pools.layout import LayerGroup
 from kvtier.pools.nvme_geometry import NvmeGeometry
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, PoolIndex, level_of, pool_index, slot_of
+from kvtier.tiering.block_store import BlockStore
 from kvtier.tiering.copy_batch import CopyBatch, FaultPoint
 from kvtier.tiering.debug_path import DebugPath
 from kvtier.tiering.direct_writes import DirectWrites
-from kvtier.tiering.file_workers import BlockStore, FileWorkers, cancelled
+from kvtier.tiering.file_lane import cancelled
+from kvtier.tiering.file_workers import FileWorkers
 from kvtier.tiering.ledger.moves import Discard, Move
+from kvtier.tiering.read_lane import Read
 from kvtier.tiering.routes import Routes
 from kvtier.tiering.transfer_graph import NodeState, TransferNode, Work
 from kvtier.tiering.transfer_results import CompletionQueue, MoveResult, TransferCounters
@@ -98,14 +101,14 @@ class TransferManager(TransferWaiting):
             undo.callback(self._onboard.close, 1.0)
             if debug is not None:
                 undo.callback(debug.close, 1.0)
-                debug.start(self._read_over)
+                debug.start(self._reads_over)
             if store is not None:
                 secondary = [pool.secondary.padded_rows if pool.secondary is not None else None for pool in pools]
                 rows = self._routes.direct_write_rows
                 writes = DirectWrites(store, rows, self._copy_out) if rows else None
                 seconds = [] if write_bytes_per_second is None else [NvmeGeometry(size, 0).stride / write_bytes_per_second
                                                                      for size in self._block_bytes]
-                self._files = FileWorkers(store, self._routes.staging, secondary, read_threads, self._read_over,
+                self._files = FileWorkers(store, self._routes.staging, secondary, read_threads, self._reads_over,
                                           self._writes_over, self._routes.direct, writes, seconds)
             undo.pop_all()
 
@@ -162,7 +165,7 @@ class TransferManager(TransferWaiting):
             return
         node.error = cancelled(node)
         if node.work is Work.READ:
-            self._submit_read(node, -1)
+            self._submit_reads([(node, -1)])
         else:
             self._finish(node)
 
@@ -234,20 +237,27 @@ class TransferManager(TransferWaiting):
             if node.dependents:
                 self._hold_no_longer(node)
 
-    def _submit_read(self, node: TransferNode, buffer: int) -> None:
-        """Submit the copy out of a staging buffer. Lock held.
+    def _submit_reads(self, reads: Sequence[Read]) -> None:
+        """Submit the copies out of staging buffers, in as few batches as their ways allow: none depends on another, for a read is begun
+        only when what it depends on is over or on a stream. Lock held.
 
         Also after a failed read, when the stream has nothing to copy: the node is then over only when what it was ordered
         behind is over, and whoever writes the slot next may rely on that.
         """
-        move = node.move
-        assert move is not None
-        assert buffer >= 0 or node.error is not None
-        destination = level_of(move.destination)
-        batch = CopyBatch(node.group << 4 | destination << 2 | NVME, self._onboard, self._routes.copier_behind_file(node), self._faults,
-                          move.num_tokens, buffer)
-        batch.add(node)
-        self._submit(batch)
+        batch: CopyBatch | None = None
+        for node, buffer in reads:
+            move = node.move
+            assert move is not None
+            assert buffer >= 0 or node.error is not None
+            route = node.group << 4 | level_of(move.destination) << 2 | NVME
+            copier = self._routes.copier_behind_file(node)
+            if batch is None or not batch.joins(route, copier, move.num_tokens):
+                if batch is not None:
+                    self._submit(batch)
+                batch = CopyBatch(route, self._onboard, copier, self._faults, move.num_tokens)
+            batch.add(node, buffer)
+        if batch is not None:
+            self._submit(batch)
 
     def _copy_out(self, node: TransferNode, buffer: int) -> Event:
         """Copy a primary slot into the direct way's memory, for the writer thread, behind what wrote the slot."""
@@ -289,16 +299,17 @@ class TransferManager(TransferWaiting):
                 for node in batch.nodes:
                     node.seconds += share
                     self._finish(node)
-                if batch.staging_slot >= 0:
-                    self._routes.staging_of(batch.nodes[0]).give_back(batch.staging_slot)
+                for buffer in batch.staging_slots:
+                    if buffer >= 0:
+                        self._routes.staging_of(batch.nodes[0]).give_back(buffer)
             self._changed.notify_all()
         if is_last and batch.failure is not None:
             self._failed_copies.warn("copies between memories fail, what they carried is computed again: %s", batch.failure)
         self._tell_listeners()
 
-    def _read_over(self, node: TransferNode, buffer: int) -> None:
+    def _reads_over(self, reads: list[Read]) -> None:
         with self._lock:
-            self._submit_read(node, buffer)
+            self._submit_reads(reads)
             self._submit_all()
             self._changed.notify_all()
         self._tell_listeners()  # not over yet, but confirmed: whoever asked pending_files may ask again
@@ -388,7 +399,7 @@ class TransferManager(TransferWaiting):
                 for node in waiting:
                     node.error = cancelled(node)
                     if node.work is Work.READ:
-                        self._submit_read(node, -1)
+                        self._submit_reads([(node, -1)])
                     else:
                         self._finish(node)
                 self._submit_all()

@@ -20,9 +20,13 @@ if TYPE_CHECKING:
         UnknownBlock,
         UnknownRequest,
     )
+    from kvtier.io.handover_folder import HandoverFolder
     from kvtier.policies.retention import RetentionConfig, RetentionLevel, TokenRange
     from kvtier.pools.layout import KVLayout, LayerSpec
     from kvtier.tiering.config import TierConfig
+    from kvtier.tiering.handover.exporting import BlockExporter
+    from kvtier.tiering.handover.importing import BlockImporter
+    from kvtier.tiering.handover.ticket import HandoverTicket
     from kvtier.tiering.ledger.request import MultimodalItem, Request
     from kvtier.tiering.manager import KVCacheManager
     from kvtier.tiering.tier_index import TierIndex
@@ -34,9 +38,13 @@ __version__ = "0.1.0"
 _HOMES = {
     "kvtier.errors": ("CapacityError", "ConfigError", "CorruptBlock", "KVTierError", "LedgerError", "RequestError", "TransferError",
                       "UnknownBlock", "UnknownRequest"),
+    "kvtier.io.handover_folder": ("HandoverFolder",),
     "kvtier.policies.retention": ("RetentionConfig", "RetentionLevel", "TokenRange"),
     "kvtier.pools.layout": ("KVLayout", "LayerSpec"),
     "kvtier.tiering.config": ("TierConfig",),
+    "kvtier.tiering.handover.exporting": ("BlockExporter",),
+    "kvtier.tiering.handover.importing": ("BlockImporter",),
+    "kvtier.tiering.handover.ticket": ("HandoverTicket",),
     "kvtier.tiering.ledger.request": ("MultimodalItem", "Request"),
     "kvtier.tiering.manager": ("KVCacheManager",),
     "kvtier.tiering.tier_index": ("TierIndex",),
@@ -46,9 +54,10 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "CapacityError", "ConfigError", "CorruptBlock", "KVCacheManager", "KVLayout", "KVTierError", "LayerSpec", "LedgerError", "Level",
-    "MultimodalItem", "Request", "RequestError", "RetentionConfig", "RetentionLevel", "TierConfig", "TierIndex", "TierWorker", "TokenRange",
-    "TransferError", "TransferMode", "UnknownBlock", "UnknownRequest",
+    "BlockExporter", "BlockImporter", "CapacityError", "ConfigError", "CorruptBlock", "HandoverFolder", "HandoverTicket", "KVCacheManager",
+    "KVLayout", "KVTierError", "LayerSpec", "LedgerError", "Level", "MultimodalItem", "Request", "RequestError", "RetentionConfig",
+    "RetentionLevel", "TierConfig", "TierIndex", "TierWorker", "TokenRange", "TransferError", "TransferMode", "UnknownBlock",
+    "UnknownRequest",
 ]
 
 

@@ -6,9 +6,7 @@ can cause ends in one line on stderr, never a traceback.
 
 from __future__ import annotations
 
-import enum
 import json as json_format
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -20,9 +18,10 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvtier import __version__
+from kvtier.cli_bench import bench
 from kvtier.cli_check import check
 from kvtier.cli_config import config as config_commands
-from kvtier.cli_serve import bench_serve
+from kvtier.cli_options import JsonFile, Quick, folder
 from kvtier.cli_store import store
 from kvtier.cli_top import top
 from kvtier.cli_tune import add_commands
@@ -31,34 +30,12 @@ from kvtier.exit_codes import CHECK_FAILED, INTERRUPTED, TERMINATED, USED_WRONGL
 
 app = typer.Typer(name="kvtier", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="The memory tier for LLM inference engines: KV cache in GPU memory, host memory and NVMe.")
-bench = typer.Typer(no_args_is_help=True, help="Measure this machine: the limit first, then kvtier beside it.")
 app.add_typer(bench, name="bench")
 app.add_typer(store, name="store")
 app.add_typer(config_commands, name="config")
 app.command()(top)
 app.command()(check)
 add_commands(app)  # replay, tune
-bench.command("serve")(bench_serve)
-
-
-def _json_file(text: str) -> Path:
-    """Refuse a file that cannot be written before minutes are spent on its content."""
-    path = Path(text)  # the empty text would be the current folder
-    if not text or path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise typer.BadParameter(f"{text!r} cannot be written; name a file in a folder that exists")
-    return path
-
-
-def _folder(text: str | None, option: str) -> Path | None:
-    """The folder that an option names, expanded as in a configuration; ConfigError where that cannot be done."""
-    from kvtier.tiering.config_sources import expand_path
-    return None if text is None else expand_path(text, option)
-
-
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", parser=_json_file, help="Write all figures to FILE.")]
-PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE", parser=_json_file,
-                                                       help="Draw the figures into FILE (png, svg, pdf).")]
-Quick = Annotated[bool, typer.Option("--quick", help="A short run, for a first look.")]
 
 
 def _show_version(wanted: bool) -> None:
@@ -84,7 +61,7 @@ def demo(device: Annotated[str, typer.Option(help='Where the model runs: "cpu", 
          turns: Annotated[int | None, typer.Option(min=1, help="Questions per conversation; all by default, fewer with --quick.")] = None,
          quick: Quick = False) -> None:
     """Serve a small real model through the three tiers, and compare its answers with a run without reuse."""
-    kept = _folder(keep_nvme, "--keep-nvme")
+    kept = folder(keep_nvme, "--keep-nvme")
     if kept is not None and kept.exists() and not kept.is_dir():
         raise ConfigError(f"--keep-nvme {kept}: not a folder; name a folder, which need not exist yet")
     from kvtier.bench.demo import run_demo
@@ -98,75 +75,12 @@ def doctor(directory: Annotated[str | None, typer.Option(metavar="DIR", help="Fo
            json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
     """Say what this machine can do, with the exact next step for whatever it cannot. Exit code 1 if a line fails."""
     from kvtier.tiering.doctor import examine, print_report
-    report = examine(_folder(directory, "--directory"), config)
+    report = examine(folder(directory, "--directory"), config)
     if json:
         typer.echo(json_format.dumps(report.as_json(), indent=2))
     else:
         print_report(report, typer.echo)
     raise typer.Exit(0 if report.ok else CHECK_FAILED)
-
-
-@bench.command("copy")
-def bench_copy(json: JsonFile = None, plot: PlotFile = None, quick: Quick = False) -> None:
-    """Copies between primary and secondary beside a plain memory copy of the same block size."""
-    from kvtier.bench.copy import run_copy
-    raise typer.Exit(run_copy(json_file=json, quick=quick, plot_file=plot))
-
-
-@bench.command("kernels")
-def bench_kernels(json: JsonFile = None, plot: PlotFile = None, quick: Quick = False) -> None:
-    """Paged decode attention and append beside torch's attention over contiguous keys and a plain copy."""
-    from kvtier.bench.kernels import run_kernels
-    raise typer.Exit(run_kernels(json_file=json, quick=quick, plot_file=plot))
-
-
-@bench.command("nvme")
-def bench_nvme(directory: Annotated[str | None, typer.Option(metavar="DIR", help="Folder on the drive to measure.")] = None,
-               json: JsonFile = None, plot: PlotFile = None, quick: Quick = False) -> None:
-    """Block reads and writes beside raw direct I/O of the same size, bytes verified."""
-    from kvtier.bench.nvme import run_nvme
-    raise typer.Exit(run_nvme(directory=_folder(directory, "--directory"), json_file=json, quick=quick, plot_file=plot))
-
-
-@bench.command("gds")
-def bench_gds(directory: Annotated[str | None, typer.Option(metavar="DIR", help="Folder on the drive to measure.")] = None,
-              device: Annotated[str, typer.Option(metavar="cuda:N", help="Which GPU.")] = "cuda:0",
-              json: JsonFile = None, quick: Quick = False) -> None:
-    """Blocks between GPU and NVMe beside KvikIO's own reads and writes, for each setting; needs GPUDirect Storage."""
-    from kvtier.bench.gds import run_gds
-    raise typer.Exit(run_gds(directory=_folder(directory, "--directory"), json_file=json, quick=quick, device=device))
-
-
-@bench.command("load")
-def bench_load(directory: Annotated[str | None, typer.Option(metavar="DIR", help="Folder on the drive to measure.")] = None,
-               json: JsonFile = None, quick: Quick = False) -> None:
-    """Time to first token of a stored prefix: the tier decides, beside always computing and always loading."""
-    from kvtier.bench.load import run_load
-    raise typer.Exit(run_load(directory=_folder(directory, "--directory"), json_file=json, quick=quick))
-
-
-@bench.command("integrity")
-def bench_integrity(directory: Annotated[str | None, typer.Option(metavar="DIR", help="Folder on the drive to work on.")] = None,
-                    json: JsonFile = None, quick: Quick = False) -> None:
-    """Crashes, flipped bits, torn and misdirected writes, a full drive: blocks lost, wrong bytes served. Exit code 1 if any."""
-    from kvtier.bench.integrity import run_integrity
-    raise typer.Exit(run_integrity(directory=_folder(directory, "--directory"), json_file=json, quick=quick))
-
-
-class Peer(enum.StrEnum):
-    """Whose bookkeeping is measured beside ours."""
-
-    VLLM = "vllm"
-    NONE = "none"
-
-
-@bench.command("ledger")
-def bench_ledger(json: JsonFile = None, quick: Quick = False,
-                 peer: Annotated[Peer | None, typer.Option(help="Whose bookkeeping is measured beside; vLLM's where it is installed.",
-                                                           show_default=False)] = None) -> None:
-    """The bookkeeping alone: match, insert, evict, decode, turns, host tier, growth."""
-    from kvtier.bench.ledger import run_ledger
-    raise typer.Exit(run_ledger(json_file=json, quick=quick, peer=None if peer is None else peer.value))
 
 
 def main() -> NoReturn:

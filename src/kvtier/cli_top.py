@@ -77,7 +77,7 @@ def fetch(url: str, timeout: float = 5.0) -> Picture:
     Raises:
         ConfigError: nobody answers there in time, or not with metrics of a tier.
     """
-    from prometheus_client.parser import text_string_to_metric_families
+    from kvtier.tiering.metrics_reading import read_metrics
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=timeout) as answer:
             text = answer.read(_MOST_BYTES).decode("utf-8", "replace")
@@ -85,9 +85,8 @@ def fetch(url: str, timeout: float = 5.0) -> Picture:
         reason = str(getattr(error, "reason", error)).strip() or repr(error)
         raise ConfigError(f"{url}: no answer ({reason}); is the engine running, and does it serve metrics there?") from None
     try:
-        values = {(sample.name, frozenset(sample.labels.items())): sample.value
-                  for family in text_string_to_metric_families(text) for sample in family.samples}
-    except (ValueError, IndexError, KeyError):
+        values = {(name, frozenset(labels.items())): value for name, labels, value in read_metrics(text).samples}
+    except ValueError:
         values = {}
     if not any(name == "kvtier_up" for name, _ in values):
         raise ConfigError(f"{url}: answers, but not with metrics of kvtier; look for the address that serve_metrics(...).url names")

@@ -77,5 +77,5 @@ def test_a_copy_that_was_not_carried_out_is_noticed(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("plan", [GpuCopyPlan(num_blocks=3), GpuCopyPlan(batch_blocks=0), GpuCopyPlan(rounds=4)])
 def test_a_plan_that_means_nothing_is_refused(plan: GpuCopyPlan) -> None:
-    with pytest.raises(ConfigError, match="at least 4 blocks"):
+    with pytest.raises(ConfigError, match="needs at least"):
         measure_gpu_copies(plan, device="cpu")

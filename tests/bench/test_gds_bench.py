@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parent.parent / "io"))  # importlib mode puts
 
 from kvikio_double import KvikioDouble
 
-from kvtier.bench.gds import GdsPlan, run_gds
+from kvtier.bench.gds import GdsPlan, measure_gds
 from kvtier.errors import ConfigError, CorruptBlock
 from kvtier.io.gds import GdsPath
 from kvtier.pools.nvme_geometry import NvmeGeometry
@@ -29,7 +29,7 @@ def through(kvikio: KvikioDouble) -> Callable[..., GdsPath]:
 
 def test_each_setting_has_a_row_for_each_direction_and_the_best_is_named(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    assert run_gds(tmp_path, file, plan=PLAN, open_path=through(KvikioDouble())) == 0
+    assert measure_gds(tmp_path, plan=PLAN, open_path=through(KvikioDouble())).finish(file) == 0
     written = json.loads(file.read_text())
     assert [row["name"] for row in written["results"]] == [
         f"gds/{verb}/64KiB/{setting}" for setting in ("1x4KiB", "1x64KiB", "2x4KiB", "2x64KiB") for verb in ("write", "read")]
@@ -64,18 +64,18 @@ def test_blocks_that_went_through_the_host_are_no_figures_of_this_way(tmp_path: 
         row.start_read = arm_for_ours  # type: ignore[method-assign]
         return path
 
-    assert run_gds(tmp_path, None, plan=plan, open_path=open_path) == 1
+    assert measure_gds(tmp_path, plan=plan, open_path=open_path).finish(None) == 1
 
 
 def test_a_wrong_byte_ends_it(tmp_path: Path) -> None:
     kvikio = KvikioDouble()
     kvikio.corrupts_writes = True
     with pytest.raises(CorruptBlock):
-        run_gds(tmp_path, None, plan=PLAN, open_path=through(kvikio))
+        measure_gds(tmp_path, plan=PLAN, open_path=through(kvikio))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_gpudirect_it_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no GPUDirect Storage between cpu and .*: device='cpu'"):
-        run_gds(tmp_path, None, device="cpu", plan=PLAN)
+        measure_gds(tmp_path, device="cpu", plan=PLAN)
     assert list(tmp_path.iterdir()) == []

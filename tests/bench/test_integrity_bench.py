@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.bench import integrity_damage
-from kvtier.bench.integrity import IntegrityPlan, run_integrity
+from kvtier.bench.integrity import IntegrityPlan, measure_integrity
 from kvtier.bench.integrity_child import POINTS
 from kvtier.errors import ConfigError
 from kvtier.io import manifest_reading
@@ -20,7 +20,7 @@ ONE_OF_EACH = IntegrityPlan(kills_per_point=0, kills_at_any_moment=1, flips=1, w
 
 def measure(folder: Path, plan: IntegrityPlan) -> tuple[int, dict]:
     file = folder / "figures.json"
-    code = run_integrity(folder, file, plan=plan)
+    code = measure_integrity(folder, plan=plan).finish(file)
     return code, json.loads(file.read_text())
 
 
@@ -53,7 +53,7 @@ def test_a_wrong_byte_is_an_exit_code_of_1(tmp_path: Path, monkeypatch: pytest.M
     code, written = measure(tmp_path, IntegrityPlan(0, 0, 1, 0, 0))
     assert code == 1
     assert "wrong bytes" in written["config"]["invalid"][0]["reason"]
-    assert "FAILED flip/payload" in capsys.readouterr().out
+    assert "INVALID integrity/flip/payload" in capsys.readouterr().out
 
 
 def test_an_index_that_becomes_shorter_without_a_word_is_an_exit_code_of_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,4 +74,4 @@ def test_a_trial_that_cannot_be_made_is_an_exit_code_of_1(tmp_path: Path, monkey
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist; name a folder"):
-        run_integrity(tmp_path / "missing")
+        measure_integrity(tmp_path / "missing")

@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from kvtier.bench import kernels as kernels_bench
 from kvtier.bench import kernels_gpu
 from kvtier.bench import report as report_module
-from kvtier.bench.kernels import KernelsPlan, run_kernels
+from kvtier.bench.kernels import KernelsPlan, measure_kernels
 from kvtier.bench.kernels_gpu import GpuDecodePlan, measure_gpu_decode
 from kvtier.bench.plot import panels_of
-from kvtier.cli import app
 from kvtier.errors import ConfigError
 from kvtier.pools.host_memory import HostMemory
 
@@ -23,11 +21,10 @@ TINY = KernelsPlan(3, 50, heads=2, group=2, head_dim=16, page_tokens=(8, 32), ap
 ROWS = ["float32/1KiB", "float32/4KiB", "bfloat16/512B", "bfloat16/2KiB"]
 
 
-def test_every_row_stands_beside_its_limit_and_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures, drawn = tmp_path / "kernels.json", []
-    monkeypatch.setattr(kernels_bench, "check_plot", lambda file: None)   # matplotlib need not be there
-    monkeypatch.setattr(kernels_bench, "plot_rows", lambda file, title, rows: drawn.append(panels_of(rows)))
-    assert run_kernels(figures, plot_file=tmp_path / "kernels.svg", plan=TINY) == 0
+def test_every_row_stands_beside_its_limit_and_can_be_drawn(tmp_path: Path) -> None:
+    figures = tmp_path / "kernels.json"
+    report = measure_kernels(plan=TINY)
+    assert report.finish(figures) == 0
     written = json.loads(figures.read_text())
     rows = {row["name"]: row for row in written["results"]}
     assert list(rows) == [f"kernels/{kernel}/{row}{suffix}" for row in ROWS for kernel in ("decode", "append") for suffix in ("", "/noise")]
@@ -42,7 +39,7 @@ def test_every_row_stands_beside_its_limit_and_can_be_drawn(tmp_path: Path, monk
         assert list(row["peers"]) == ([] if "/append/" in name else ["enable_gqa"])
     assert written["config"]["torch_threads"] == torch.get_num_threads()
     assert "4KiB is 32 tokens in float32" in written["config"]["notes"][0]
-    assert {name: [size for size, _ in points] for name, points in drawn[0].items()} == {
+    assert {name: [size for size, _ in points] for name, points in panels_of(report.rows).items()} == {
         f"kernels/{kernel}/{dtype}": [1024 // narrow, 4096 // narrow]
         for dtype, narrow in (("float32", 1), ("bfloat16", 2)) for kernel in ("decode", "append")}
 
@@ -64,29 +61,19 @@ def test_a_wrong_result_makes_a_row_invalid_and_the_exit_code_1(
     monkeypatch.setattr(kernels_bench, kernel, wrong)
     figures = tmp_path / "kernels.json"
     plan = KernelsPlan(3, 50, heads=2, group=2, head_dim=16, dtypes=("float32",), page_tokens=(16,), append_tokens=48, rounds=2)
-    assert run_kernels(figures, plan=plan) == 1
+    assert measure_kernels(plan=plan).finish(figures) == 1
     written = json.loads(figures.read_text())
     assert [entry["name"] for entry in written["config"]["invalid"]] == [f"kernels/{row}/float32/2KiB"]
     assert f"kernels/{row}/float32/2KiB" not in [found["name"] for found in written["results"]]
-
-
-def test_the_command_says_what_it_measures_and_refuses_what_it_cannot_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(kernels_bench, "run_kernels", lambda **options: asked.append(options) or 0)
-    figures = tmp_path / "kernels.json"
-    assert CliRunner().invoke(app, ["bench", "kernels", "--quick", "--json", str(figures)]).exit_code == 0
-    assert asked == [{"json_file": figures, "quick": True, "plot_file": None}]
-    with pytest.raises(ConfigError, match="cannot be written"):
-        run_kernels(tmp_path / "no-such-folder" / "kernels.json", plan=TINY)
 
 
 def test_a_batch_that_does_not_fit_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels_bench, "_measure_decode", lambda *_: pytest.fail("measured all the same"))
     monkeypatch.setattr(report_module, "host_memory", lambda: HostMemory(1 << 20, 1 << 30, "MemAvailable", None))
     with pytest.raises(ConfigError, match="use --quick"):
-        run_kernels(plan=KernelsPlan(32, 4096))
+        measure_kernels(plan=KernelsPlan(32, 4096))
     with pytest.raises(ConfigError, match="0 sequences of 5 tokens"):
-        run_kernels(plan=KernelsPlan(0, 5))
+        measure_kernels(plan=KernelsPlan(0, 5))
 
 
 def test_the_usual_batch_is_that_of_the_documented_figure() -> None:
@@ -97,7 +84,7 @@ def test_the_usual_batch_is_that_of_the_documented_figure() -> None:
 
 
 def test_the_gpu_figures_have_a_row_for_each_page_and_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = GpuDecodePlan(sequences=3, tokens=64, heads=2, head_dim=16, groups=(1, 3), page_tokens=(16, 32), rounds=2)
+    plan = GpuDecodePlan(sequences=3, tokens=64, heads=2, head_dim=16, groups=(1, 3), page_tokens=(16, 32), rounds=5)
     names = [f"kernels/decode/bfloat16/{size}/r{ratio}" for size in ("1KiB", "2KiB") for ratio in (1, 3)]
     report = measure_gpu_decode(plan, "cpu")
     assert [row.name for row in report.rows] == names

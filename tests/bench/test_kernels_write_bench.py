@@ -8,7 +8,7 @@ from kvtier.bench import kernels_write_gpu
 from kvtier.bench.kernels_write_gpu import GpuWritePlan, measure_gpu_write
 from kvtier.errors import ConfigError
 
-PLAN = GpuWritePlan(tokens=64, heads=2, head_dim=16, group=3, page_tokens=(16, 32), rounds=2)
+PLAN = GpuWritePlan(tokens=64, heads=2, head_dim=16, group=3, page_tokens=(16, 32), rounds=5)
 NAMES = [f"kernels/{kernel}/bfloat16/{size}" for size in ("1KiB", "2KiB") for kernel in ("append", "fused_write", "partial_copy")]
 NVFP4 = ["kernels/nvfp4/quantise/bfloat16/2x16", "kernels/nvfp4/dequantise/bfloat16/2x16"]
 

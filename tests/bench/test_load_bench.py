@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvtier.bench import load as load_bench
-from kvtier.bench.load import GRID, LOAD, RECOMPUTE, LoadPlan, run_load
+from kvtier.bench.load import GRID, LOAD, RECOMPUTE, LoadPlan, measure_load
 from kvtier.bench.load_engine import TimedEngine, block_content
 from kvtier.errors import ConfigError
 from kvtier.pools.primary import PrimaryPool
@@ -20,7 +20,7 @@ ROWS = ["load/8KiB/4x32/1e+06", "load/8KiB/4x32/10000"]
 
 def measure(directory: Path, plan: LoadPlan = TINY) -> tuple[int, dict]:
     figures = directory.parent / f"{directory.name}.json"
-    code = run_load(directory, figures, plan=plan)
+    code = measure_load(directory, plan=plan).finish(figures)
     return code, json.loads(figures.read_text())
 
 
@@ -61,12 +61,24 @@ def test_wrong_bytes_are_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "other bytes" in written["config"]["invalid"][0]["reason"]
 
 
+def test_a_turn_that_did_not_load_what_it_is_about_is_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    genuine = load_bench._Store._first_token
+
+    def forgetful(self: load_bench._Store, engine: TimedEngine, way: str) -> None:
+        genuine(self, engine, RECOMPUTE if way == LOAD else way)
+
+    monkeypatch.setattr(load_bench._Store, "_first_token", forgetful)
+    code, written = measure(tmp_path)
+    assert code == 1
+    assert "always load: 0 tokens came from NVMe and 0 were reused" in written["config"]["invalid"][0]["reason"]
+
+
 @pytest.mark.parametrize("plan", [LoadPlan((1000,), (4,), (1e6,), 3, 1.0), LoadPlan((), (4,), (1e6,), 3, 1.0),
                                   LoadPlan((8192,), (0,), (1e6,), 3, 1.0), LoadPlan((8192,), (4,), (0.0,), 3, 1.0),
                                   LoadPlan((8192,), (4,), (1e6,), 0, 1.0)])
 def test_a_plan_that_cannot_be_measured_is_refused(tmp_path: Path, plan: LoadPlan) -> None:
     with pytest.raises(ConfigError):
-        run_load(tmp_path, plan=plan)
+        measure_load(tmp_path, plan=plan)
 
 
 def test_the_usual_plans_can_be_measured() -> None:
@@ -77,7 +89,7 @@ def test_the_usual_plans_can_be_measured() -> None:
 
 def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
-        run_load(tmp_path / "nowhere", plan=TINY)
+        measure_load(tmp_path / "nowhere", plan=TINY)
 
 
 def test_the_engine_takes_the_time_that_it_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,24 +171,24 @@ def test_the_curve_in_one_pass_is_what_replays_of_each_size_find() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_adaptive_policy_never_finds_much_less_than_lru(shape: str) -> None:
+def test_the_default_policy_never_finds_much_less_than_lru(shape: str) -> None:
     trace = synthetic_trace(shape, 1500, seed=5)
     for percent in (1, 3, 10, 30):
         capacity = int(trace.num_unique * percent / 100)
-        adaptive, plain = (replay(trace, settings(capacity, policy=policy)).hit_ratio for policy in ("adaptive", "lru"))
-        assert adaptive >= plain - 0.003, f"{percent} %"
+        default, plain = (replay(trace, settings(capacity, policy=policy)).hit_ratio for policy in ("default", "lru"))
+        assert default >= plain - 0.003, f"{percent} %"
 
 
-def test_the_adaptive_policy_finds_much_more_where_popular_documents_meet_a_stream_of_others() -> None:
+def test_the_default_policy_finds_much_more_where_popular_documents_meet_a_stream_of_others() -> None:
     trace = synthetic_trace("documents", 3000, seed=6)
     capacity = trace.num_unique // 50
-    adaptive, plain = (replay(trace, settings(capacity, policy=policy)).hit_ratio for policy in ("adaptive", "lru"))
-    assert adaptive > plain + 0.02
+    default, plain = (replay(trace, settings(capacity, policy=policy)).hit_ratio for policy in ("default", "lru"))
+    assert default > plain + 0.02
 
 
 def test_a_replay_is_the_same_every_time() -> None:
     trace = synthetic_trace("documents", 600)
-    first, second = (replay(trace, settings(60, 120, 300, policy="adaptive")) for _ in range(2))
+    first, second = (replay(trace, settings(60, 120, 300, policy="default")) for _ in range(2))
     assert (first.hit_blocks, first.moves, first.dropped) == (second.hit_blocks, second.moves, second.dropped)
 
 

@@ -64,6 +64,23 @@ def test_a_rejected_row_is_in_the_json_without_a_figure_and_the_exit_code_says_s
     assert written["config"]["notes"] == ["page-cache figures"]
 
 
+def test_a_row_that_loses_to_what_one_could_have_instead_is_said_and_written(tmp_path: Path) -> None:
+    report = make_report()
+    report.baselines = ("recompute", "other")
+    report.add(ROW)
+    report.add(ResultRow("load/a", "ms", 20.0, 18.0, 22.0, Limit("recompute 9 tokens", 18.0), 0.9, {"other": 0.8, "third": 0.1}))
+    report.finish(tmp_path / "figures.json")
+    losses = ["load/a LOSES to recompute 9 tokens: 0.90", "load/a LOSES to other: 0.80"]
+    assert json.loads((tmp_path / "figures.json").read_text())["config"]["losses"] == losses
+    shown = report._console.export_text()
+    assert all(line in shown for line in losses)
+
+
+def test_a_row_is_read_again_as_it_was_written() -> None:
+    for row in (ROW, BARE):
+        assert ResultRow.from_json(json.loads(json.dumps(row.as_json()))) == row
+
+
 def test_the_table_fits_80_columns_and_shows_limit_ratio_notes_and_what_was_invalid() -> None:
     report = make_report()
     report.add(ROW)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,10 +12,13 @@ from pathlib import Path
 import pytest
 
 from kvtier import cli
+from kvtier.bench.outputs import Outputs
+from kvtier.bench.plot import plot_report
 from kvtier.bench.report import Limit, ResultRow
-from kvtier.bench.serve import ServePlan, run_serve
+from kvtier.bench.serve import CEILING, HOST_ONLY, RECOMPUTE, ServePlan, measure_serve
 from kvtier.bench.serve_engine import BLOCK, HitTokens, ServeError, Sizes
-from kvtier.bench.serve_plot import plot_serve, serve_panels
+from kvtier.bench.serve_plot import serve_panels
+from kvtier.bench.serve_text import TextSource
 from kvtier.bench.serve_workload import Asked, Played, Served, Shape, distinct_tokens, returning_users, strangers, trace_arrivals
 from kvtier.errors import ConfigError
 
@@ -50,19 +52,23 @@ class FakeEngine:
 
 
 class FakeMaker:
-    vocabulary = 1000
     max_tokens = 512
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode()[:50_000])
 
     def __init__(self, finds: HitTokens = HitTokens(0, 0, 0), fails: bool = False) -> None:
         self.finds, self.fails = finds, fails
         self.played: list[tuple[bool, int]] = []
         self.open = self.settled = 0
         self.folders: list[Path] = []
+        self.started: list[tuple[Sizes, bool]] = []
 
     def start(self, sizes: Sizes, folder: Path | None) -> FakeEngine:
         assert sizes.longest >= SHAPE.longest
         if folder is not None:
             self.folders.append(folder)
+        self.started.append((sizes, folder is not None))
         self.open += 1
         return FakeEngine(self, folder is not None)
 
@@ -79,7 +85,7 @@ def test_a_point_is_invalid_where_its_level_did_not_serve(tmp_path: Path) -> Non
     for finds, bad in ((HitTokens(0, 0, 0), {"returning", "restart"}), (HitTokens(0, 9, 0), {"none", "restart"}),
                        (HitTokens(0, 0, 9), {"none", "returning"}), (HitTokens(9, 0, 0), {"none", "returning", "restart"})):
         maker = FakeMaker(finds)
-        assert run_serve(maker, "fake", TINY, tmp_path, file) == 1
+        assert measure_serve(maker, "fake", TINY, tmp_path).finish(file) == 1
         assert invalid(file) == {f"serve/fake/{kind}/{at_once}" for kind in bad for at_once in (1, 2)}
         assert maker.open == 0
 
@@ -88,7 +94,7 @@ def test_rows_notes_and_a_picture_of_a_valid_point(tmp_path: Path) -> None:
     file, picture = tmp_path / "serve.json", tmp_path / "serve.png"
     pytest.importorskip("matplotlib")
     maker = FakeMaker()
-    assert run_serve(maker, "fake", replace(TINY, at_once=(2,)), tmp_path, file, picture) == 1
+    assert Outputs(file, picture).finish(measure_serve(maker, "fake", replace(TINY, at_once=(2,)), tmp_path)) == 1
     found = json.loads(file.read_text())
     assert [row["name"] for row in found["results"]] == [
         f"serve/fake/none/2/{name}" for name in ("throughput", "noise", "ttft_p50", "ttft_p90", "ttft_p99")]
@@ -103,40 +109,86 @@ def test_rows_notes_and_a_picture_of_a_valid_point(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("kvtier-bench-*"))
 
 
+def test_what_else_one_could_have_takes_turns_too_and_losses_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, maker = tmp_path / "serve.json", FakeMaker(HitTokens(0, 9, 3))
+    plan = replace(TINY, at_once=(2,), kinds=("returning", "restart"), more_engines=True)
+    assert measure_serve(maker, "fake", plan, tmp_path).finish(file) == 0
+    found = {row["name"]: row for row in json.loads(file.read_text())["results"]}
+    # The fake takes half the time wherever there is a tier, so nothing is gained over the tier without NVMe.
+    assert found["serve/fake/returning/2/throughput"]["peers"] == {CEILING: 2.0, HOST_ONLY: 1.0, RECOMPUTE: 2.0}
+    assert found["serve/fake/restart/2/ttft_p50"]["peers"] == dict.fromkeys((CEILING, HOST_ONLY, RECOMPUTE), 1.0)
+    assert found["serve/fake/restart/2/hit_tokens/host"]["median"] == 9.0
+    assert found["serve/fake/restart/2/hit_tokens/nvme"]["median"] == 3.0
+    sizes = {(has_tier, each.nvme > 0, each.pool) for each, has_tier in maker.started}
+    assert len({pool for has_tier, _, pool in sizes if has_tier}) == 1, "with and without NVMe: the same device memory"
+    assert {has_nvme for has_tier, has_nvme, _ in sizes if has_tier} == {True, False}
+    assert len({pool for has_tier, _, pool in sizes if not has_tier}) == 2, "the ceiling has room for everything"
+    assert "LOSES" not in capsys.readouterr().out
+    slow = measure_serve(FakeMaker(HitTokens(0, 9, 3)), "fake", plan, tmp_path)
+    slow.rows = [replace(row, ratio=0.5) for row in slow.rows if row.limit is not None]
+    slow.finish(None)
+    assert "serve/fake/restart/2/throughput LOSES to engine alone: 0.50" in " ".join(capsys.readouterr().out.split())
+
+
+def test_prompts_are_passages_of_real_text_each_with_a_beginning_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("a real text")
+    source = TextSource(FakeMaker().encode, file)
+    assert bytes(source.passage("1. x", 30)).startswith(b"1. x\n")
+    assert len(source.passage("1. x", 30)) == 30
+    assert len(source.passage("1. x", 3)) == 3
+    assert bytes(source.passage("1. x", 40)[5:]) in b"a real text" * 5
+    assert b"statement" in bytes(TextSource(FakeMaker().encode).passage("1. x", 50_000)), "Python's language reference"
+    for bad in (tmp_path, tmp_path / "missing.txt"):
+        with pytest.raises(ConfigError, match="name a text file"):
+            TextSource(FakeMaker().encode, bad)
+    file.write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        TextSource(FakeMaker().encode, file)
+    file.write_text("")
+    with pytest.raises(ConfigError, match="longer text"):
+        TextSource(FakeMaker().encode, file)
+
+
 def test_an_engine_that_ends_is_an_invalid_point_and_everything_is_closed(tmp_path: Path) -> None:
     maker = FakeMaker(fails=True)
-    assert run_serve(maker, "fake", TINY, tmp_path, tmp_path / "serve.json") == 1
+    assert measure_serve(maker, "fake", TINY, tmp_path).finish(tmp_path / "serve.json") == 1
     assert len(invalid(tmp_path / "serve.json")) == 6
     assert maker.open == 0
 
 
 def test_users_come_back_with_all_they_have_said_and_strangers_never(tmp_path: Path) -> None:
-    back = returning_users(random.Random(1), SHAPE, 5, 1000)
+    text = TextSource(FakeMaker().encode)
+    back = returning_users(text, "round 1", SHAPE, 5)
     assert len(back.before) == len(back.timed) == 5
     assert all(any(asked.tokens[:len(first.tokens)] == first.tokens for first in back.before) for asked in back.timed)
     assert len({asked.tokens[:SHAPE.shared] for asked in (*back.before, *back.timed)}) == 1
-    alone = strangers(random.Random(1), SHAPE, 5, 1000)
+    alone = strangers(text, "round 1", SHAPE, 5)
     assert not alone.before
     assert sorted(len(asked.tokens) for asked in alone.timed) == sorted(len(asked.tokens) for asked in back.timed)
     assert len({asked.tokens[:8] for asked in alone.timed}) == 5
     assert {asked.salt for asked in back.salted("x").timed} == {"x"}
+    assert not back.recomputed("x").before
+    assert len({asked.salt for asked in back.recomputed("x").timed}) == 5
+    assert returning_users(text, "round 1", SHAPE, 5) == back, "every engine gets the same"
+    assert returning_users(text, "round 2", SHAPE, 5).timed[0].tokens != back.timed[0].tokens
     assert distinct_tokens([Asked((1,) * 70, 1), Asked((1,) * 70, 1)], BLOCK) == 64
 
 
 def test_a_trace_keeps_its_arrivals_and_its_shared_blocks(tmp_path: Path) -> None:
-    file = tmp_path / "trace.jsonl"
+    file, text = tmp_path / "trace.jsonl", TextSource(FakeMaker().encode)
     lines = [{"timestamp": 1000, "input_length": 20, "output_length": 3, "hash_ids": [5, 6]},
              {"timestamp": 3000, "input_length": 40, "output_length": 900, "hash_ids": [5, 7, 8]},
              {"timestamp": 4000, "input_length": 16000, "output_length": 1, "hash_ids": list(range(100, 1100))}]
     file.write_text("\n".join(map(json.dumps, lines)))
-    work = trace_arrivals(file, 16, 1000, 100, 10, speed=2.0)
+    work = trace_arrivals(file, 16, text, 100, 10, speed=2.0)
     assert [(len(asked.tokens), asked.num_answer, asked.at) for asked in work.timed] == [(20, 3, 0.0), (40, 60, 1.0)]
     assert work.timed[0].tokens[:16] == work.timed[1].tokens[:16]
     assert work.timed[0].tokens[16:20] != work.timed[1].tokens[16:20]
     with pytest.raises(ConfigError, match="takes more"):
-        trace_arrivals(file, 16, 1000, 10, 10, 1.0)
+        trace_arrivals(file, 16, text, 10, 10, 1.0)
     maker = FakeMaker(HitTokens(0, 1, 0))
-    assert run_serve(maker, "fake", replace(TINY, trace=file, block=16), tmp_path, tmp_path / "serve.json") == 0
+    assert measure_serve(maker, "fake", replace(TINY, trace=file, block=16), tmp_path).finish(tmp_path / "serve.json") == 0
     found = json.loads((tmp_path / "serve.json").read_text())
     assert found["config"]["hit_tokens"] == {"serve/fake/trace/2": {"device": 0, "host": 2, "nvme": 0}}, "of two rounds, not the warm-up"
 
@@ -146,7 +198,7 @@ def test_a_trace_keeps_its_arrivals_and_its_shared_blocks(tmp_path: Path) -> Non
                                   replace(TINY, trace=Path("/nonexistent.jsonl"))])
 def test_a_plan_that_cannot_be_served_is_refused(plan: ServePlan, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
-        run_serve(FakeMaker(), "fake", plan, tmp_path)
+        measure_serve(FakeMaker(), "fake", plan, tmp_path)
 
 
 def test_a_device_that_is_none_is_refused_before_a_model_is_loaded() -> None:
@@ -164,11 +216,20 @@ def test_the_engine_of_the_demo_serves_all_points(chat_model_folder: Path, tmp_p
     from kvtier.bench.serve_transformers import TransformersMaker
     maker = TransformersMaker(str(chat_model_folder), "cpu")
     file = tmp_path / "serve.json"
-    assert run_serve(maker, "transformers", replace(TINY, at_once=(2,), users=8, rounds=1), tmp_path, file) == 0, capsys.readouterr().out
+    plan = replace(TINY, at_once=(2,), users=8, rounds=1, more_engines=True, warm_up=0)
+    assert measure_serve(maker, "transformers", plan, tmp_path).finish(file) == 0, capsys.readouterr().out
     found = json.loads(file.read_text())
     assert found["config"]["hit_tokens"]["serve/transformers/restart/2"]["nvme"] > 0
     assert found["config"]["hit_tokens"]["serve/transformers/returning/2"]["host"] > 0
     assert all("; 0 of" in note for note in found["config"]["notes"] if "answers differ" in note)
+
+
+def test_the_short_form_finds_something_on_every_level_it_is_about(chat_model_folder: Path, tmp_path: Path,
+                                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    from kvtier.bench.serve_transformers import TransformersMaker
+    maker = TransformersMaker(str(chat_model_folder), "cpu")
+    assert measure_serve(maker, "transformers", replace(ServePlan.usual(quick=True), rounds=2), tmp_path).finish(None) == 0, \
+        capsys.readouterr().out
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
@@ -186,5 +247,5 @@ def test_only_rows_of_points_are_drawn(tmp_path: Path) -> None:
     row = ResultRow("serve/vllm/none/4/ttft_p50", "ms", 2.0, 1.0, 3.0, Limit("engine alone", 3.0), 1.5)
     assert list(serve_panels([row, replace(row, name="serve/vllm/none/4/noise"), replace(row, name="copy/a")])) == [("none", "ttft_p50")]
     pytest.importorskip("matplotlib")
-    with pytest.raises(ConfigError, match="nothing to draw"):
-        plot_serve(tmp_path / "plot.png", "title", [])
+    assert not plot_report(tmp_path / "plot.png", "title", [])
+    assert plot_report(tmp_path / "plot.png", "title", [row])

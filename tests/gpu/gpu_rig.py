@@ -14,7 +14,7 @@ from kvtier.pools.host_arena import HostArena
 from kvtier.pools.layout import KVLayout, LayerGroup
 from kvtier.pools.pool_index import PRIMARY, PoolIndex, level_of, pool_index, slot_of
 from kvtier.pools.primary import PrimaryPool
-from kvtier.tiering.file_workers import BlockStore
+from kvtier.tiering.block_store import BlockStore
 from kvtier.tiering.ledger.moves import Move
 from kvtier.tiering.transfer import MoveResult, TransferManager
 

@@ -17,6 +17,22 @@ from typing import Any
 
 import numpy as np
 
+from kvtier.io.direct_file import Buffer, aligned_buffer
+from kvtier.io.gds_probe import PROBE_BYTES
+
+
+class HostMemory:
+    """Plain memory in the place of a GPU's, for ``write_read_compare``."""
+
+    def __init__(self) -> None:
+        self.buffer = aligned_buffer(PROBE_BYTES)
+
+    def put(self, data: Buffer) -> None:
+        self.buffer[:] = data
+
+    def get(self) -> Buffer:
+        return self.buffer.copy()
+
 
 class Future:
     def __init__(self, value: int | Exception) -> None:

@@ -13,24 +13,10 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode puts no folder there
 
-from kvikio_double import KvikioDouble
+from kvikio_double import HostMemory, KvikioDouble
 
 from kvtier.io import gds_probe
-from kvtier.io.direct_file import Buffer, aligned_buffer
 from kvtier.io.gds_probe import PROBE_BYTES, PROBE_NAME, main, obstacle, try_directory, write_read_compare
-
-
-class HostMemory:
-    """Plain memory in the place of a GPU's."""
-
-    def __init__(self) -> None:
-        self.buffer = aligned_buffer(PROBE_BYTES)
-
-    def put(self, data: Buffer) -> None:
-        self.buffer[:] = data
-
-    def get(self) -> Buffer:
-        return self.buffer.copy()
 
 
 @pytest.fixture

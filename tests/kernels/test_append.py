@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError, RequestError
-from kvtier.kernels import write_kv
+from kvtier.kernels import gather_tokens, write_kv, zero_value_tail
 from kvtier.kernels.append import append_reference
 from kvtier.kernels.dispatch import kernel_paths
 from kvtier.kernels.places import TokenPlaces
@@ -290,6 +293,7 @@ def test_a_null_entry_plus_the_layer_offset_is_not_a_page(paged, same_bits):
     ({"layer": -1}, "layer=-1"),
     ({"num_layers": 5}, "num_layers=5 and kv_factor=2 do not divide the pool's 48 pages"),
     ({"pages": torch.zeros(4, 2, 8)}, "pages has shape (4, 2, 8)"),
+    ({"pages": torch.zeros(1, 2, 4, 8).expand(54, 2, 4, 8)}, "pages has strides (0, 32, 8, 1) for shape (54, 2, 4, 8)"),
     ({"pages": torch.zeros(54, 2, 3, 8)}, "tokens_per_block must be a power of two"),
     ({"pages": torch.zeros(0, 2, 4, 8)}, "no axis may be empty"),
     ({"key": torch.zeros(12, 2, 8, device="meta")}, "key is on meta, the pages are on cpu"),
@@ -300,6 +304,48 @@ def test_a_call_that_does_not_fit_together_is_refused(paged, same_bits, change, 
         write_kv(**(bad_call(batch) | change))
     assert message in str(caught.value)
     assert same_bits(batch.blocks, untouched.blocks)
+
+
+@pytest.mark.parametrize("entry", [-1, -7, 10**6])
+@pytest.mark.parametrize(("sequence", "field", "block"), [(0, 0, 4), (1, 1, 0), (1, 0, 3)])
+def test_a_bad_entry_of_a_long_prompt_is_refused_before_anything_is_written(paged, same_bits, sequence, field, block, entry):
+    """More tokens than the table has entries, of several requests."""
+    batch, untouched = paged([20, 16]), paged([20, 16])
+    rows = torch.tensor([0] * 20 + [1] * 16)
+    positions = torch.cat([torch.arange(20), torch.arange(16)])
+    table = batch.table[:, :, :5].clone()
+    assert table.shape[0] * table.shape[2] < len(rows)
+    table[sequence, field, block] = entry
+    with pytest.raises(RequestError, match=re.escape(f"table[{sequence}, {field}, {block}]={entry} (sequence {sequence}, ")):
+        write_kv(batch.pages, torch.cat(batch.keys), torch.cat(batch.values), table, rows, positions, **batch.address)
+    assert same_bits(batch.blocks, untouched.blocks)
+
+
+def test_a_pool_beyond_the_32nd_bit_of_an_offset(reference_switch, same_bits):
+    """Pages lie far apart in memory that is none until it is touched: element numbers beyond 2**31 are written and read back."""
+    elements, heads, unit, dim = (1 << 31) + (1 << 20), 2, 16, 32
+    memory = mmap.mmap(-1, elements, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
+    pages = torch.frombuffer(memory, dtype=torch.int8).view(-1, heads, unit, dim)
+    last = pages.shape[0] - 4
+    assert last * heads * unit * dim > 2**31
+    rows = torch.randn(30, heads, dim)
+    table = torch.tensor([[[last, 0], [last + 1, 1]], [[2, last + 2], [3, last + 3]]], dtype=torch.int32)
+    where = table, torch.arange(30) % 2, torch.arange(30)
+    how = {"layer": 0, "key_scale": 0.03, "value_scale": 0.02}
+    near, names = torch.zeros(8, heads, unit, dim, dtype=torch.int8), {last: 4, last + 1: 5, last + 2: 6, last + 3: 7}
+    small = table.clone().apply_(lambda page: names.get(page, page))
+    for is_reference in (False, True):
+        with reference_switch(is_reference):
+            pages[:4], pages[last:] = 0, 1
+            near[:4], near[4:] = 0, 1
+            write_kv(pages, rows, -rows, *where, **how)
+            write_kv(near, rows, -rows, small, *where[1:], **how)
+            zero_value_tail(pages, table, torch.tensor([9, 30]), num_layers=1)
+            zero_value_tail(near, small, torch.tensor([9, 30]), num_layers=1)
+        assert same_bits(torch.cat([pages[:4], pages[last:]]), near)
+        assert near.count_nonzero() > near.numel() / 2
+    keys = gather_tokens(pages, table[1], 30, layer=0, key_scale=0.03, value_scale=0.02)
+    assert torch.equal(keys, gather_tokens(near, small[1], 30, layer=0, key_scale=0.03, value_scale=0.02))
 
 
 def test_a_device_without_kernels_is_named():

@@ -213,13 +213,25 @@ def test_scores_beyond_the_range_of_exp_stay_finite(paged):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_only_the_result_is_rounded_to_half_precision(paged, dtype):
-    """Scores, weights and sums are float32: but for ties of rounding, the result is the exact one in half precision."""
+    """Scores, weights and sums are float32: but for ties of rounding, the result is the exact one in half precision. (A cap keeps
+    decode from torch's own attention.)"""
     batch = paged([300], tokens_per_block=32, head_dim=64, dtype=dtype).write_without_kernel()
     query = batch.queries(1, 16)
     exact = attention_reference(query, batch.pages, batch.table[0], 299, layer=batch.layer).to(dtype)
     for out in (attention_prefill(query, batch.pages, batch.table[0], 299, **batch.address),
-                attention_decode(query, batch.pages, batch.table, torch.tensor([300]), **batch.address)):
+                attention_decode(query, batch.pages, batch.table, torch.tensor([300]), soft_cap=1e6, **batch.address)):
         assert (out == exact).double().mean() > 0.98
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [5, 300, 5000], ids=["one piece", "one piece of some pages", "pieces"])
+def test_weights_in_half_precision_cost_no_more_than_rounding_the_result(paged, dtype, tokens):
+    """Parts are joined in float32: their number makes no difference."""
+    batch = paged([tokens], tokens_per_block=32, head_dim=64, dtype=dtype).write_without_kernel()
+    query = batch.queries(1, 16)
+    exact = attention_reference(query, batch.pages, batch.table[0], tokens - 1, layer=batch.layer)
+    found = attention_decode(query, batch.pages, batch.table, torch.tensor([tokens]), **batch.address)
+    assert relative_error(found, exact) < 3 * relative_error(exact.to(dtype), exact)
 
 
 @pytest.mark.parametrize("gap", [0, 1, 7, 24])
@@ -295,6 +307,9 @@ def decode_call(batch):
     ({"table_row": torch.zeros(1, 2, 6, dtype=torch.int32)}, "table_row has shape (1, 2, 6)"),
     ({"table_row": torch.full((2, 6), 10**6, dtype=torch.int32)}, "table[0, 0, 0]=1000000"),
     ({"layer": 3}, "layer=3"),
+    ({"past": 2.0}, "past=2.0: pass a whole number"),
+    ({"past": "2"}, "past='2': pass a whole number"),
+    ({"layer": 1.0}, "layer=1.0: pass a whole number"),
 ])
 def test_a_prefill_that_cannot_be_right_is_refused(paged, change, message):
     batch = paged([9, 5]).write_without_kernel()

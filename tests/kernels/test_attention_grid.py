@@ -112,21 +112,22 @@ def test_any_usual_head_and_page(key_dim, value_dim, tokens_per_block):
     assert relative_error(out, batch.expected(0, query[:1], [149])) < 1e-2
 
 
-def test_a_long_context_is_read_piece_by_piece(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_long_context_is_read_piece_by_piece(monkeypatch, dtype):
     """Pieces of 16 tokens: windows, sinks and ends that lie across them."""
     from kvtier.kernels import decode_cpu, prefill_cpu
 
     for module in (decode_cpu, prefill_cpu):
-        monkeypatch.setattr(module, "tokens_per_piece", lambda context: 16)
+        monkeypatch.setattr(module, "tokens_per_piece", lambda *_: 16)
     for window, sinks in ((None, 0), (40, 0), (40, 5), (17, 16), (3, 1)):
-        batch = AttentionBatch([201, 150, 3], first=[170, 149, 0], window=window, sinks=sinks)
-        query = batch.queries(31)
+        batch = AttentionBatch([201, 150, 3], first=[170, 149, 0], window=window, sinks=sinks, dtype=dtype)
+        query = batch.queries(31, dtype)
         out = attention_prefill(query, batch.pages, batch.table[0], 170, **batch.how)
-        assert relative_error(out, batch.expected(0, query, range(170, 201))) < 1e-5
+        assert relative_error(out, batch.expected(0, query, range(170, 201))) < TOLERANCE[dtype]
         lengths = torch.tensor([201, 150, 3])
         out = attention_decode(query[:3], batch.pages, batch.table, lengths, **batch.how)
         for row, length in enumerate(lengths.tolist()):
-            assert relative_error(out[row:row + 1], batch.expected(row, query[row:row + 1], [length - 1])) < 1e-5
+            assert relative_error(out[row:row + 1], batch.expected(row, query[row:row + 1], [length - 1])) < TOLERANCE[dtype]
 
 
 def test_cross_attention_sees_all_keys_whatever_the_position():

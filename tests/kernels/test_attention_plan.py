@@ -20,6 +20,7 @@ SIZES = {"max_sequences": 4, "max_tokens": 100_000, "query_heads": 8, "kv_heads"
     ([0, 3], [1, 2], "query_indptr has 2 numbers for 2 sequences: pass one more than sequences"),
     ([1, 3], [0], r"query_indptr\[0\]=1"),
     ([0, 5, 3], [0, 0], r"query_indptr\[2\]=3 \(sequence 1\) is less than query_indptr\[1\]=5: pointers never descend"),
+    ([0, 5, 7], [0, 2.0], r"past\[1\]=2.0: pass a whole number"), ([0, 5.0], [0], r"query_indptr\[1\]=5.0: pass a whole number"),
     ([0, 5, 7], [0, -1], r"past\[1\]=-1 \(sequence 1\)"),
 ])
 def test_pointers_that_descend_are_refused(indptr, past, message):

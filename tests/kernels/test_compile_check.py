@@ -56,6 +56,10 @@ def test_every_module_with_a_kernel_is_compiled_and_every_kernel_for_every_gpu()
     folder = Path(compile_check.__file__).parent
     kernels = {path.stem for path in folder.glob("triton_*.py") if "def compile_cases" in path.read_text()}
     assert {name.removeprefix("kvtier.kernels.") for name in compile_check._TRITON_MODULES} == kernels
+    compiled = {id(case.kernel) for case in cases()}
+    for path in folder.glob("triton_*.py"):
+        for name, kernel in vars(importlib.import_module(f"kvtier.kernels.{path.stem}")).items():
+            assert not name.endswith("_kernel") or name.startswith("_") or id(kernel) in compiled, f"{path.stem}.{name}"
     architectures = {}
     for case in cases():
         architectures.setdefault(case.kernel, set()).update(case.architectures)

@@ -111,7 +111,7 @@ class Model:
 
     def limit(self):
         """Largest relative error that rounding to the storage type may make of many random numbers."""
-        return {"same": TOLERANCE[self.dtype], "fp8": 0.04, "int8": 0.06, "nvfp4": 0.15}[self.storage]
+        return {"same": TOLERANCE[self.dtype], "fp8": 0.04, "nvfp4": 0.15}[self.storage]
 
 
 def relative_error(found, wanted):
@@ -121,7 +121,10 @@ def relative_error(found, wanted):
 def assert_written(model, keys, values, sequences, positions):
     for rows, kv_field in ((keys, 0), (values, 1)):
         found = torch.stack([model.read(kv_field, s, p) for s, p in zip(sequences, positions, strict=True)])
-        assert relative_error(found, rows) < model.limit()
+        if model.storage == "int8" and len(found):  # half a step, however small the numbers are
+            assert (found - rows).abs().max() <= 0.501 * model.scales[kv_field] + 1e-5
+        else:
+            assert relative_error(found, rows) < model.limit()
 
 
 @settings(max_examples=80, deadline=None)

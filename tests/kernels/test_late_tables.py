@@ -180,7 +180,7 @@ def test_a_very_negative_slot_is_null_on_a_device_too(monkeypatch: pytest.Monkey
     assert late.seen == [padded([[7, -1]])]
 
 
-@pytest.mark.parametrize("row", [np.array([1.5]), [float("nan")], [2**70]])
+@pytest.mark.parametrize("row", [np.array([1.5]), [float("nan")], [2**70], [1.5], [2.0, None], (1, 2.5), ["3"]])
 def test_what_is_no_slot_is_refused(row: list[int]) -> None:
     table = OffsetTable(max_rows=1, max_blocks=2, num_layers=1, kv_factor=1, num_blocks=4)
     table.fill([[3]])

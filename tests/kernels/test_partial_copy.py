@@ -95,6 +95,42 @@ def test_equal_slots_of_two_pools_are_no_conflict(same_bits):
     assert same_bits(destination[:3], source[[1, 0, 2]])
 
 
+@pytest.mark.parametrize(("views", "pairs", "is_refused"), [
+    (lambda pool: (pool[1:], pool[:-1]), [(0, 1)], True),       # the same block
+    (lambda pool: (pool[1:], pool[:-1]), [(1, 1)], False),      # neighbours
+    (lambda pool: (pool[:3], pool[3:]), [(0, 2), (2, 0)], False),
+    (lambda pool: (pool[:, 1:], pool[:, :-1]), [(2, 2)], True),   # layer 1 of the block is read and written
+    (lambda pool: (pool[:, 1:], pool[:, :-1]), [(2, 3)], False),
+    (lambda pool: (pool[:, :1], pool[:, 1:2]), [(2, 2)], False),  # two layers of one block, interleaved with other blocks
+    (lambda pool: (pool[..., 1:, :], pool[..., :-1, :]), [(2, 2)], True),
+], ids=["same-block", "neighbours", "exchange", "same-layer", "other-block", "other-layers", "same-tokens"])
+def test_views_of_one_pool_are_copied_where_they_do_not_overlap(same_bits, views, pairs, is_refused):
+    pool = random_blocks()
+    before = pool.clone()
+    source, destination = views(pool)
+    if is_refused:
+        with pytest.raises(RequestError, match="are the same memory"):
+            copy_partial_blocks(destination, source, pairs, 2)
+        assert same_bits(pool, before)
+        return
+    expected_source, expected_destination = views(before)
+    expected = expected_copy(expected_destination, expected_source, pairs, 2)
+    copy_partial_blocks(destination, source, pairs, 2)
+    assert same_bits(destination, expected)
+
+
+def test_a_destination_whose_blocks_are_one_memory_is_refused():
+    with pytest.raises(RequestError, match="numbers share memory"):
+        copy_partial_blocks(torch.zeros(1, *SHAPE[1:]).expand(SHAPE), torch.zeros(SHAPE), [(0, 1)], 2)
+
+
+@pytest.mark.parametrize(("pairs", "num_tokens", "message"), [([(0, 1)], 2.0, "num_tokens=2.0"), ([(0.0, 1)], 2, "source slot=0.0"),
+                                                              ([(0, 1.5)], 2, "destination slot=1.5")])
+def test_what_is_no_whole_number_is_refused(pairs, num_tokens, message):
+    with pytest.raises(RequestError, match=f"{message}: pass a whole number"):
+        copy_partial_blocks(torch.zeros(SHAPE), torch.zeros(SHAPE), pairs, num_tokens)
+
+
 @pytest.mark.parametrize(("source", "message"), [
     (torch.zeros(6, 3, 2, 2, 4, 6), "source has shape (6, 3, 2, 2, 4, 6)"),
     (torch.zeros(6, 3, 2, 2, 20), "source has shape (6, 3, 2, 2, 20)"),

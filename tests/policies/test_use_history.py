@@ -48,17 +48,17 @@ def looped(history: UseHistory, rounds: int, prompts: int, scans: int) -> None:
 
 
 def test_where_prompts_come_back_later_than_lru_keeps_them_other_weights_win() -> None:
-    history = UseHistory(100, 1, POLICIES["adaptive"])
+    history = UseHistory(100, 1, POLICIES["default"])
     looped(history, 30, 40, 3)  # 40 prompts return after 160 others
     assert history.weights != LRU
 
 
 def test_where_lru_is_as_good_it_stays_lru() -> None:
     for prompts, scans in ((20, 1), (0, 0)):
-        history = UseHistory(100, 1, POLICIES["adaptive"])
+        history = UseHistory(100, 1, POLICIES["default"])
         looped(history, 40, prompts, scans)
         assert history.weights == LRU
-    history = UseHistory(100, 1, POLICIES["adaptive"])
+    history = UseHistory(100, 1, POLICIES["default"])
     for number in range(5000):
         history.observe(parts(number))
     assert history.weights == LRU

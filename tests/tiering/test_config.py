@@ -148,7 +148,7 @@ def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
     ({"nvme_offload_min_priority": -1}, "must be at least 0"),
     ({"keep_backing": 1}, "must be true or false"),
     ({"gds": "always"}, "'required', 'auto' or 'off'"),
-    ({"policy": "fifo"}, "'default', 'lru', 'adaptive', 'halving' or 'seen-first'"),
+    ({"policy": "fifo"}, "'default', 'lru', 'halving' or 'seen-first'"),
     ({"write_ahead_share": 1.5}, "must be at most 1"),
     ({"write_ahead_share": float("nan")}, "finite"),
     ({"group_shares": [0.5, -1]}, "between 0 and 1"),

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from toy_engine import PROMPT, ToyEngine
+from toy_engine import PATIENCE, PROMPT, ToyEngine
 
 from kvtier import KVCacheManager, Request
 from kvtier.errors import LedgerError
-from kvtier.tiering.poison import PATTERN
+from kvtier.tiering.poison import PATTERN, Poison
 from kvtier.tiering.transfer_graph import TransferGraph, TransferNode
 
 MakeCache = Callable[..., KVCacheManager]
@@ -59,6 +60,47 @@ def test_a_slot_is_filled_again_when_it_is_handed_out_again(make_cache: MakeCach
             assert is_poisoned(rows(cache, request_id)[0])
             rows(cache, request_id)[0].fill_(1)
         cache.remove_sequence(request_id, store=False)
+
+
+def test_while_blocks_are_filled_others_use_the_cache_and_no_engine_writes(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache(8, 4)
+    cache.add_sequence(Request(1, PROMPT))
+    begun, goes_on, written = threading.Event(), threading.Event(), threading.Event()
+    fill = Poison.fill
+
+    def slow_fill(poison: Poison, unwritten: Sequence[tuple[int, list[int]]]) -> None:
+        begun.set()
+        assert goes_on.wait(PATIENCE)
+        fill(poison, unwritten)
+
+    def write() -> None:
+        with cache.step(None, ids=[1]):
+            for row in rows(cache, 1):
+                row.fill_(1)
+        written.set()
+
+    monkeypatch.setattr(Poison, "fill", slow_fill)
+    threads = [threading.Thread(target=write) for _ in range(2)]
+    threads[0].start()
+    assert begun.wait(PATIENCE)
+    threads[1].start()  # the same sequence: what it writes must not be filled afterwards
+    assert cache.stats().primary.used_blocks == 4
+    cache.add_sequence(Request(2, [9]))
+    cache.remove_sequence(2)
+    assert not written.wait(0.05)
+    goes_on.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not any(is_poisoned(row) for row in rows(cache, 1))
+
+
+def test_a_step_whose_blocks_cannot_be_filled_is_over(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache(8, 4)
+    cache.add_sequence(Request(1, PROMPT))
+    monkeypatch.setattr(Poison, "fill", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError), cache.step(None, ids=[1]):
+        pytest.fail("it began")
+    cache.append_tokens(1, [5])  # refused in a running step
 
 
 def test_without_the_switch_nothing_is_filled(make_cache: MakeCache) -> None:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
-import threading
 import time
-from pathlib import Path
 
 import pytest
-from toy_engine import OTHER, PATIENCE, PROMPT, MakeCache, ToyEngine, WarmCache, delays, fails, tokens_of, wait_until
+from toy_engine import OTHER, PROMPT, MakeCache, ToyEngine, WarmCache, delays, fails, tokens_of, wait_until
 
-from kvtier import CapacityError, ConfigError, Level, Request, RequestError, TransferError
+from kvtier import CapacityError, Level, Request, RequestError, TransferError
 from kvtier.io import write_pause
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
-from kvtier.tiering import core
 
 pytestmark = pytest.mark.usefixtures("no_failed_callbacks")
 
@@ -65,6 +61,24 @@ def test_a_failed_read_is_a_miss_and_the_others_go_on(warm_cache: WarmCache) -> 
     cache.verify()
     assert engine.serve(Request(3, PROMPT)) == 12
     assert engine.serve(Request(4, OTHER)) == 12
+
+
+def test_a_lease_says_which_of_its_blocks_never_arrived(warm_cache: WarmCache) -> None:
+    cache = warm_cache(fails(READ, 3), delays(READ, 0.05), primary=16)  # all three of PROMPT's
+    cache.add_sequence(Request(1, PROMPT))
+    with cache.pin(1) as pinned:
+        reused, own = pinned.block_ids[:3], pinned.block_ids[3:]
+        assert own
+        assert cache.wait_ready(1) == 0
+        assert pinned.lost_block_ids() == reused
+        cache.add_sequence(Request(2, OTHER))
+        with cache.pin(2) as sound:
+            assert cache.wait_ready(2) == 12
+            assert sound.lost_block_ids() == []
+            assert pinned.lost_block_ids(0) == reused
+        with pytest.raises(RequestError, match="group=1"):
+            pinned.lost_block_ids(1)
+    cache.verify()
 
 
 def test_a_bit_flipped_on_the_way_is_never_served(warm_cache: WarmCache) -> None:
@@ -370,88 +384,4 @@ def test_a_block_whose_content_was_lost_cannot_be_read_by_tools(warm_cache: Warm
     block_id = cache.block_ids(1)[0]
     with pytest.raises(TransferError, match=f"block {block_id}: .*content is lost"):
         cache.read_block(block_id)
-    cache.verify()
-
-
-def test_reset_that_cannot_be_done_in_time_forgets_nothing(warm_cache: WarmCache) -> None:
-    cache = warm_cache(delays(READ, 0.5))
-    engine = ToyEngine(cache)
-    engine.admit(Request(1, PROMPT))
-    engine.remove(1)
-    with pytest.raises(TransferError, match="nothing was forgotten"):
-        cache.reset(timeout=0.05)
-    assert cache.match(OTHER).reusable_blocks == 3
-    cache.reset()
-    assert cache.match(OTHER).reusable_blocks == 0
-
-
-# -- a reset that hangs ----------------------------------------------------------------------------------------------------
-
-
-def test_a_reset_whose_drive_hangs_ends_in_time_and_nothing_is_stored_before_it_is_over(make_cache: MakeCache,
-                                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "LEAST_CLEARING", 0.1)
-    cache = make_cache(8, 4, 40, write_ahead_share=1.0)
-    engine = ToyEngine(cache)
-    engine.serve(Request(1, PROMPT))
-    assert cache.flush()
-    assert cache.store is not None
-    returns, clear = threading.Event(), cache.store.clear
-
-    def hang() -> None:
-        returns.wait(PATIENCE)
-        clear()
-
-    monkeypatch.setattr(cache.store, "clear", hang)
-    for _ in range(2):
-        with pytest.raises(TransferError, match=r"reset: .* did not end within 0\.2 s"):
-            cache.reset(timeout=0.2)
-    assert engine.serve(Request(2, PROMPT)) == 0
-    assert not cache.flush(timeout=0.1)
-    assert cache.stats().nvme.evictable_blocks + cache.stats().nvme.backing_blocks == 0
-    returns.set()
-    wait_until(cache.flush)
-    assert cache.stats().nvme.evictable_blocks + cache.stats().nvme.backing_blocks > 0
-    engine.serve(Request(3, OTHER))
-    cache.verify()
-
-
-def test_a_reset_that_fails_says_so(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
-        raise TransferError("could not be written down")
-
-    cache = make_cache(8, 4, 16)
-    monkeypatch.setattr(cache.store, "clear", refuse)
-    with pytest.raises(TransferError, match="could not be written down"):
-        cache.reset()
-    monkeypatch.undo()
-    cache.reset()
-
-
-# -- a start that fails ----------------------------------------------------------------------------------------------------
-
-
-def test_a_start_that_gets_too_few_threads_fails_and_leaves_none_behind(make_cache: MakeCache, tmp_path: Path,
-                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever thread is refused: an error that says what to do, no thread goes on, and the next start finds the directory free."""
-    true_start, left = threading.Thread.start, 0
-
-    def start(thread: threading.Thread) -> None:
-        nonlocal left
-        if left == 0:
-            raise RuntimeError("can't start new thread")
-        left -= 1
-        true_start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    before = set(threading.enumerate())
-    for granted in range(20):
-        left = granted
-        with contextlib.suppress(ConfigError):
-            cache = make_cache(8, 4, 16, request_directory_root=tmp_path / "requests", nvme_scrub_bandwidth="1MiB/s")
-            break
-        wait_until(lambda: set(threading.enumerate()) <= before)
-    assert granted > 6  # two streams, a debugged request's, readers, a writer, those that watch
-    left = 100
-    ToyEngine(cache).serve(Request(1, PROMPT))
     cache.verify()

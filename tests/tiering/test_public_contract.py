@@ -15,6 +15,8 @@ from toy_engine import MakeCache, tokens_of
 
 import kvtier
 from kvtier import (
+    BlockExporter,
+    BlockImporter,
     KVCacheManager,
     KVLayout,
     LayerSpec,
@@ -35,7 +37,8 @@ REQUIRED = inspect.Parameter.empty
 NAMES = {"KVCacheManager", "TierIndex", "TierWorker", "KVLayout", "LayerSpec", "TierConfig", "Request", "RetentionConfig", "RetentionLevel",
          "TokenRange",
          "MultimodalItem", "Level", "TransferMode", "KVTierError", "ConfigError", "RequestError", "UnknownRequest", "UnknownBlock",
-         "CapacityError", "TransferError", "CorruptBlock", "LedgerError"}
+         "CapacityError", "TransferError", "CorruptBlock", "LedgerError", "BlockExporter", "BlockImporter", "HandoverFolder",
+         "HandoverTicket"}
 
 # Arguments without self, in order, with their defaults.
 METHODS: dict[str, dict[str, object]] = {
@@ -101,6 +104,10 @@ METHODS: dict[str, dict[str, object]] = {
 
 CONSTRUCTORS: dict[Callable[..., object], dict[str, object]] = {
     KVCacheManager: {"layout": REQUIRED, "config": REQUIRED, "device": "cpu", "model": None},
+    BlockExporter: {"cache": REQUIRED, "folder": REQUIRED, "lifetime": 60.0, "total_kv_heads": None},
+    BlockExporter.export: {"request_id": REQUIRED, "skip_tokens": 0},
+    BlockImporter: {"cache": REQUIRED, "folder": REQUIRED, "total_kv_heads": None, "allreduce_min": None},
+    BlockImporter.fill: {"request_id": REQUIRED, "stream": None, "timeout": 60.0},
     Request: {"id": REQUIRED, "tokens": REQUIRED, "lora_id": None, "cache_salt": None, "extra_ids": None, "multimodal": (),
               "retention": None, "beam_width": 1, "max_new_tokens": 16, "num_draft_tokens": 0, "encoder_length": 0, "skip_read": False,
               "skip_write": False, "lora_digest": None, "extra_ids_digest": None, "encoder_digest": None},

@@ -21,7 +21,7 @@ import torch
 from kvtier.errors import ConfigError
 from kvtier.pools.layout import LayerGroup
 from kvtier.pools.primary import PrimaryPool
-from kvtier.tiering.attach.transformers_layout import LATENT_TYPES, QUANTISED, SUPPORTED_MODEL_TYPES, layout_of
+from kvtier.tiering.attach.transformers_layout import LATENT_TYPES, QUANTISED, SUPPORTED_MODEL_TYPES, layout_of, storage_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,8 +65,8 @@ class AttachedModel:
         model: a transformers causal language model on the pools' device.
         pools: the primary pool of each group, in order, of the layout that :func:`layout_of` gives: ``[cache.pool(group).primary for
             group in range(len(layout.groups))]``. For a model of one group its pool by itself will do.
-        key_scale, value_scale: of pools that store FP8 or INT8: what stored keys and values are multiplied by to be read. A latent row
-            has one scale, ``key_scale``.
+        key_scale, value_scale: of pools that store FP8, INT8 or NVFP4: what stored keys and values are multiplied by to be read (of NVFP4
+            the global scale). A latent row has one scale, ``key_scale``.
 
     Attributes:
         before_layer: called with the number of each layer of the layout before its pages are used; None at first. The serving loop sets
@@ -97,7 +97,7 @@ class AttachedModel:
         self.before_layer: Callable[[int], object] | None = None
         self._pools = pools
         self._device = pools[0].pages.device
-        layout = layout_of(model.config, dtype=pools[0].group.dtype, tokens_per_block=pools[0].group.tokens_per_block)
+        layout = layout_of(model.config, dtype=storage_of(pools[0].group), tokens_per_block=pools[0].group.tokens_per_block)
         self._places = places_of(layout, pools, key_scale, value_scale)
         self._is_latent = model.config.model_type in LATENT_TYPES
         self._previous_attention: str = model.config._attn_implementation or "sdpa"
@@ -182,7 +182,7 @@ class AttachedModel:
 def _check_pools(model: PreTrainedModel, pools: Sequence[PrimaryPool], key_scale: float, value_scale: float) -> None:
     if not pools:
         raise ConfigError("AttachedModel: no pool; pass the primary pool of each group of the cache's layout")
-    dtype = pools[0].group.dtype
+    dtype = storage_of(pools[0].group)
     stored = dtype if dtype in QUANTISED else str(model.dtype)
     expected = layout_of(model.config, dtype=stored, tokens_per_block=pools[0].group.tokens_per_block).groups
     found = [pool.group for pool in pools]

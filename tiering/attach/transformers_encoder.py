@@ -14,7 +14,6 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 
 from kvtier.errors import ConfigError
-from kvtier.kernels import write_kv
 from kvtier.pools.primary import PrimaryPool
 from kvtier.tiering.attach.transformers import AttachedModel
 from kvtier.tiering.attach.transformers_forward import ENCODER_PASS, STEP_KEYWORD, PagedStep
@@ -75,9 +74,7 @@ class AttachedEncoderDecoder(AttachedModel):
             for layer, place in zip(self._cross_layers, self._cross_places, strict=True):
                 keys, values = (project(output).view(len(encoder_tokens), layer.num_heads, layer.head_dim)
                                 for project in (layer.k_proj, layer.v_proj))
-                write_kv(place.pages, keys, values, row, torch.zeros_like(positions), positions, layer=place.position,
-                         num_layers=place.num_layers, kv_factor=place.kv_factor, key_scale=place.key_scale,
-                         value_scale=place.value_scale, check_values=place.check)
+                place.write(keys, values, row, torch.zeros_like(positions), positions)
 
     def _call(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: PagedStep) -> torch.Tensor:
         self._positions = position_ids.long()

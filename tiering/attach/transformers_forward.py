@@ -42,6 +42,7 @@ class LayerPlace:
         group: the group's number: which of a step's block tables names its pages.
         position: the layer's position inside the group's blocks.
         pages: ``[blocks * layers * factor, kv_heads, tokens_per_block, head_dim]``, the group's whole primary pool.
+        scale_pages: NVFP4's block scales beside them, page for page; None where numbers are stored otherwise.
         num_layers, kv_factor: pages per block are their product.
         key_scale, value_scale: what stored numbers are multiplied by.
         visibility: which tokens a query sees.
@@ -52,6 +53,7 @@ class LayerPlace:
     group: int
     position: int
     pages: torch.Tensor
+    scale_pages: torch.Tensor | None
     num_layers: int
     kv_factor: int
     key_scale: float
@@ -62,8 +64,16 @@ class LayerPlace:
 
     def reading(self, scale: float, soft_cap: float | None) -> ContextKeywords:
         """Keywords of an attention call."""
-        return {"num_layers": self.num_layers, "kv_factor": self.kv_factor, "key_scale": self.key_scale, "value_scale": self.value_scale,
-                "visibility": self.visibility, "scale": scale, "soft_cap": soft_cap, "check_values": self.check}
+        return {"num_layers": self.num_layers, "kv_factor": self.kv_factor, "scale_pages": self.scale_pages, "key_scale": self.key_scale,
+                "value_scale": self.value_scale, "visibility": self.visibility, "scale": scale, "soft_cap": soft_cap,
+                "check_values": self.check}
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, sequence_of_token: torch.Tensor,
+              positions: torch.Tensor) -> None:
+        """Write keys and values ``[tokens, kv_heads, head_dim]`` of new tokens."""
+        write_kv(self.pages, keys, values, table, sequence_of_token, positions, layer=self.position, num_layers=self.num_layers,
+                 kv_factor=self.kv_factor, scale_pages=self.scale_pages, key_scale=self.key_scale, value_scale=self.value_scale,
+                 check_values=self.check)
 
     @property
     def check(self) -> bool | None:
@@ -76,8 +86,10 @@ def places_of(layout: KVLayout, pools: Sequence[PrimaryPool], key_scale: float, 
     places: list[LayerPlace] = []
     for layer in range(len(layout.layers)):
         group, position = layout.place_of_layer(layer)
-        places.append(LayerPlace(group.number, position, pools[group.number].pages, group.num_layers, group.kv_factor, key_scale,
-                                 value_scale, Visibility.of(group.spec), group.kind == "mla", group.kind == "cross"))
+        pool = pools[group.number]
+        scale_pages = pool.scale_pages if group.spec.scale_bytes else None
+        places.append(LayerPlace(group.number, position, pool.pages, scale_pages, group.num_layers, group.kv_factor, key_scale, value_scale,
+                                 Visibility.of(group.spec), group.kind == "mla", group.kind == "cross"))
     return places
 
 
@@ -164,9 +176,7 @@ def paged_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Ten
     queries, keys, values = (states.transpose(1, 2).reshape(-1, states.shape[1], head_dim) for states in (query, key, value))
     if not is_cross:
         # Write first: a token attends to itself, and the kernels read nothing but the pool.
-        write_kv(place.pages, keys, values, step.tables[place.group], step.sequence_of_token, step.positions, layer=place.position,
-                 num_layers=place.num_layers, kv_factor=place.kv_factor, key_scale=place.key_scale, value_scale=place.value_scale,
-                 check_values=place.check)
+        place.write(keys, values, step.tables[place.group], step.sequence_of_token, step.positions)
     output = step.attend(queries, place, scale, softcap)
     return output.view(batch, tokens, heads, head_dim), None
 

@@ -36,7 +36,8 @@ class LatentWriter:
         makes of them is left aside."""
         step, place = self._step, self._step.reach(layer_idx)
         append_mla(place.pages, latent.flatten(0, 2), rope.flatten(0, 2), step.tables[place.group], step.sequence_of_token, step.positions,
-                   layer=place.position, num_layers=place.num_layers, scale=place.key_scale, check_values=place.check)
+                   layer=place.position, num_layers=place.num_layers, scale_pages=place.scale_pages, scale=place.key_scale,
+                   check_values=place.check)
         return latent, rope
 
     # What masks are made from; ours is implied by the positions.
@@ -62,7 +63,7 @@ def latent_attention(module: torch.nn.Module, query: torch.Tensor, place: LayerP
         ``[tokens, heads, value_dim]``.
     """
     heads, nope = query.shape[1], int(module.qk_nope_head_dim)  # type: ignore[arg-type]
-    weight = module.kv_b_proj.weight.view(heads, -1, place.pages.shape[3] - query.shape[2] + nope)  # type: ignore[union-attr, operator]
+    weight = module.kv_b_proj.weight.view(heads, -1, int(module.kv_lora_rank))  # type: ignore[union-attr, operator, arg-type]
     absorbed = torch.einsum("thn,hnl->thl", query[..., :nope], weight[:, :nope])
     table, reading = step.tables[place.group], place.reading(scale, None)
     reading["value_scale"] = reading["key_scale"]  # one row is key and value

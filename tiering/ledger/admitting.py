@@ -98,7 +98,11 @@ def _fill(state: LedgerState, plan: AdmissionPlan, sequence: ActiveSequence, tak
         if geometry.kind == RECURRENT:
             _fill_states(state, plan, row, total)
         else:
-            row.blocks.extend(take_run_for(allocator, request, num_prefix_blocks, total))
+            taken = take_run_for(allocator, request, num_prefix_blocks, total)
+            if num_prefix_blocks:
+                row.blocks.extend(taken)
+            else:
+                row.blocks = taken
         missed = total - num_prefix_blocks
         reused = len(plan.rows[group])
         if geometry.kind != FULL:  # the others have placeholders

@@ -77,10 +77,11 @@ class BlockAllocator(FileLevel):
                 run = self._drop_run(head, wanted)
             if not run:
                 taken.append(self._vacate_front())
-            elif taken:
-                taken.extend(run)
-            else:
+            elif len(taken) < len(run):
+                run[:0] = taken  # sooner than moving the longer list
                 taken = run
+            else:
+                taken.extend(run)
         if self.unconfirmed.by_block:
             for block in taken:
                 self.unconfirmed.taken(block)

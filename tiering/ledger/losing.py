@@ -45,6 +45,8 @@ def lose(state: LedgerState, move: Move, lost: Block | None) -> None:
         for block in blocks:
             _empty(state, group, block)
     ids: list[set[int]] = [{block.id for block in blocks} for blocks in doomed]
+    for lease in state.leases.values():
+        lease.note_lost(ids)
     for sequence in state.sequences.values():
         left = _tokens_before(state, sequence, ids, move.number)
         if left >= 0:

@@ -23,14 +23,15 @@ class Node:
 
     __slots__ = ("block_bytes", "children", "held", "is_plain", "label", "length", "lower", "order", "parent", "present", "run", "values")
 
-    def __init__(self, parent: Node | None, run: KeyRun, block_bytes: int, num_groups: int) -> None:
+    def __init__(self, parent: Node | None, run: KeyRun, block_bytes: int, num_groups: int, num_places: int) -> None:
+        """``num_places``: of each group's ``values``, all holes; the run's blocks unless the caller puts in lists of its own at once."""
         self.parent = parent
         self.run = run
         self.label = run.label
         self.length = run.num_blocks
         self.is_plain = run.is_plain    # a run of full blocks without suffix: may grow and split
         self.block_bytes = block_bytes  # bytes of one full plain block's key
-        self.values: list[list[Block | None]] = [[None] * run.num_blocks for _ in range(num_groups)]
+        self.values: list[list[Block | None]] = [[None] * num_places for _ in range(num_groups)]
         self.present: list[int] = [0] * num_groups
         self.held: list[int] = [0] * num_groups
         self.lower: list[int] = [0] * num_groups

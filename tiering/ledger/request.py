@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Final, cast
 
 from kvtier.errors import RequestError
@@ -100,7 +101,8 @@ class Request:
         cache_salt: str; blocks are shared only among requests of equal salt.
         extra_ids: sequence of int, one unsigned 64-bit id per prompt token (prompt tuning); ``extra_ids_digest`` lets such
             blocks reach NVMe.
-        multimodal: sequence of :class:`MultimodalItem`, whose content is part of the key of the blocks they overlap.
+        multimodal: sequence of :class:`MultimodalItem`, whose content is part of the key of the blocks they overlap. In any order; no
+            position belongs to two of them.
         retention: RetentionConfig; how long blocks are kept; None keeps priority 35.
         beam_width: int; how many beams continue the prompt.
         max_new_tokens: int; how many tokens may be generated; used by capacity estimates.
@@ -207,6 +209,12 @@ def _checked_items(id: int, multimodal: object, num_tokens: int) -> tuple[Multim
         start, length = item.runs[-1]
         if start + length > num_tokens:
             raise RequestError(f"request {id}: a multimodal run ends at {start + length}, the prompt has {num_tokens} tokens")
+    if len(multimodal) > 1:
+        taken = sorted([run for item in multimodal for run in item.runs])
+        for (start, length), (other, _) in pairwise(taken):
+            if other < start + length:
+                raise RequestError(f"request {id}: multimodal runs overlap: one begins at {other}, another is at {start} to "
+                                   f"{start + length - 1}; a position belongs to one item")
     return tuple(multimodal)
 
 

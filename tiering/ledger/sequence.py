@@ -127,12 +127,24 @@ class ActiveSequence:
 
 
 class Lease:
-    """Blocks held on behalf of one request until released. ``rows``: the pinned handles by group, in prompt order."""
+    """Blocks held on behalf of one request until released.
+
+    Attributes:
+        rows: the pinned handles by group, in prompt order.
+        lost_ids: by group, those whose content was lost since. They stay held, and nobody writes into them.
+    """
 
     def __init__(self, lease_id: int, request_id: int, rows: list[list[Block]]) -> None:
         self.lease_id = lease_id
         self.request_id = request_id
         self.rows = rows
+        self.lost_ids: list[set[int]] = [set() for _ in rows]
+
+    def note_lost(self, ids: list[set[int]]) -> None:
+        """The content of these blocks, by group, is lost."""
+        for row, lost, now in zip(self.rows, self.lost_ids, ids, strict=True):
+            if now:
+                lost.update([block.id for block in row if block.id in now])
 
 
 def check_token(request_id: int, token: int) -> None:

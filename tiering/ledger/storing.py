@@ -40,8 +40,9 @@ class StoredRuns:
         self._is_mixed = False
         self._priorities: list[int] = []   # of each block, once they are
 
-    def add(self, node: Node, position: int, number: int, blocks: list[Block], start: int, count: int) -> None:
-        """``blocks[start:start + count]``, of the prompt from ``number`` on, went into the places of a run from ``position`` on."""
+    def add(self, node: Node, position: int, number: int, blocks: list[Block], start: int, count: int, is_even: bool) -> None:
+        """``blocks[start:start + count]``, of the prompt from ``number`` on, went into the places of a run from ``position`` on.
+        ``is_even``: they are all of one priority."""
         if not self._events.enabled:
             return
         if number != self._end:
@@ -50,12 +51,9 @@ class StoredRuns:
         self._spans.append((node.run, position, count))
         if self._count == 0:
             self._priority = blocks[start].priority
-        if not self._is_mixed:
-            for block in blocks[start:start + count]:
-                if block.priority != self._priority:
-                    self._is_mixed = True
-                    self._priorities = [self._priority] * self._count
-                    break
+        if not self._is_mixed and not (is_even and blocks[start].priority == self._priority):
+            self._is_mixed = True
+            self._priorities = [self._priority] * self._count
         if self._is_mixed:
             self._priorities.extend([block.priority for block in blocks[start:start + count]])
         self._count += count
@@ -90,7 +88,7 @@ def store_blocks(tree: ReuseTree, allocators: list[BlockAllocator], groups: list
     sequence.num_stored = max(sequence.num_stored, usable // tokens_per_block + 1)
     num_old = len(walk.nodes)
     old_counts = list(walk.counts)
-    spans = tree.extend(walk, keys, usable)
+    spans = tree.extend(walk, keys, usable, len(groups) == 1 and groups[0].kind == FULL)
     tail: Node | None = None
     if with_partial and usable % tokens_per_block and _has_tail(order, groups, sequence, walk.num_blocks):
         place = tree.extend_partial(walk, keys, usable)
@@ -110,8 +108,8 @@ def store_blocks(tree: ReuseTree, allocators: list[BlockAllocator], groups: list
             number += old_counts[i]
         for node, first, count in spans:
             if is_whole:
-                tree.attach_span(node, first, group, blocks, number, count)
-                runs.add(node, first, number, blocks, number, count)
+                is_even = tree.attach_span(node, first, group, blocks, number, count)
+                runs.add(node, first, number, blocks, number, count, is_even)
             else:
                 _attach_real(tree, runs, node, first, group, blocks, number, count)
             number += count
@@ -119,7 +117,7 @@ def store_blocks(tree: ReuseTree, allocators: list[BlockAllocator], groups: list
             last = blocks[number]
             if last.id >= 0 and last.node is None:
                 tree.attach(tail, 0, group, last, usable % tokens_per_block)
-                runs.add(tail, 0, number, blocks, number, 1)
+                runs.add(tail, 0, number, blocks, number, 1, True)
         runs.publish()
     tree.prune(walk.end()[0] if tail is None else tail)  # where no group had a handle for the last places
 
@@ -171,7 +169,7 @@ def _fill_holes(tree: ReuseTree, runs: StoredRuns, node: Node, group: int, block
     for place in range(first, end):
         if values[place - number] is None and blocks[place].id >= 0:
             tree.attach(node, place - number, group, blocks[place], tree.tokens_per_block)
-            runs.add(node, place - number, place, blocks, place, 1)
+            runs.add(node, place - number, place, blocks, place, 1, True)
 
 
 def _out_of_window(group: GroupSpec, row: SequenceRow, tokens_per_block: int) -> tuple[int, int]:
@@ -200,8 +198,8 @@ def _attach_real(tree: ReuseTree, runs: StoredRuns, node: Node, first: int, grou
         stop = start + 1
         while stop < end and blocks[stop].id >= 0:
             stop += 1
-        tree.attach_span(node, first + start - number, group, blocks, start, stop - start)
-        runs.add(node, first + start - number, start, blocks, start, stop - start)
+        is_even = tree.attach_span(node, first + start - number, group, blocks, start, stop - start)
+        runs.add(node, first + start - number, start, blocks, start, stop - start, is_even)
         start = stop
 
 
@@ -288,5 +286,5 @@ def adopt_warm_blocks(tree: ReuseTree, allocators: list[BlockAllocator], groups:
             del allocator.warm[block.warm_key]
             block.warm_key = b""
             tree.attach(node, position, group, block, keys.tokens_per_block)
-            runs.add(node, position, number, [block], 0, 1)
+            runs.add(node, position, number, [block], 0, 1, True)
         runs.publish()

@@ -44,7 +44,7 @@ class ReuseTree:
         node = self.roots.get(namespace.identity)
         if node is None:
             block_bytes = self.tokens_per_block * namespace.token_width
-            node = Node(None, KeyRun(namespace, block_bytes, b"", 0, False, None, NO_CHAIN), block_bytes, self.num_groups)
+            node = Node(None, KeyRun(namespace, block_bytes, b"", 0, False, None, NO_CHAIN), block_bytes, self.num_groups, 0)
             self.roots[namespace.identity] = node
             self.version += 1
         return node
@@ -119,9 +119,10 @@ class ReuseTree:
 
     # -- changing --------------------------------------------------------------------------------------------------------
 
-    def extend(self, walk: Walk, keys: TokenKeys, num_tokens: int) -> list[tuple[Node, int, int]]:
+    def extend(self, walk: Walk, keys: TokenKeys, num_tokens: int, filled_whole: bool = False) -> list[tuple[Node, int, int]]:
         """Make places for the full blocks of the first ``num_tokens`` tokens behind the walk, and move the walk to their end.
 
+        ``filled_whole``: the caller calls :meth:`attach_span` for each span as a whole, of every group, before anything else.
         Returns spans (node, first position, count) in prompt order. Whoever leaves the last of them empty calls :meth:`prune`.
         """
         spans: list[tuple[Node, int, int]] = []
@@ -136,13 +137,16 @@ class ReuseTree:
         while block < limit:
             if block in keys.suffixes:
                 end = block + 1
-                node = self._add_child(node, keys.block_key(block, keys.tokens_per_block), 1, False, keys.block_bytes)
+                node = self._add_child(node, keys.block_key(block, keys.tokens_per_block), 1, False, keys.block_bytes, filled_whole)
                 spans.append((node, 0, 1))
                 walk.nodes.append(node)
                 walk.counts.append(1)
             else:
                 end = keys.plain_end(block, limit)
-                label = data[block * keys.block_bytes:end * keys.block_bytes]
+                if block == 0 and 0 <= len(data) - end * keys.block_bytes <= keys.block_bytes:
+                    label = data  # what is behind the run's last block does not count: a long prompt is not copied for it
+                else:
+                    label = data[block * keys.block_bytes:end * keys.block_bytes]
                 count = end - block
                 if node.is_plain and not node.children and node.length + count <= MAX_GROWING_RUN:
                     spans.append((node, node.length, count))
@@ -150,7 +154,7 @@ class ReuseTree:
                     grow(node, label, count)
                     self.version += 1
                 else:
-                    node = self._add_child(node, label, count, True, keys.block_bytes)
+                    node = self._add_child(node, label, count, True, keys.block_bytes, filled_whole)
                     spans.append((node, 0, count))
                     walk.nodes.append(node)
                     walk.counts.append(count)
@@ -172,7 +176,7 @@ class ReuseTree:
             self._split(node, count)
         child = node.children.get(key)
         if child is None:
-            child = self._add_child(node, key, 1, False, tail * keys.width)
+            child = self._add_child(node, key, 1, False, tail * keys.width, False)
         return child, 0
 
     def attach(self, node: Node, position: int, group: int, block: Block, num_tokens: int) -> None:
@@ -191,10 +195,15 @@ class ReuseTree:
         block.position = position
         block.num_tokens = num_tokens
 
-    def attach_span(self, node: Node, first: int, group: int, blocks: list[Block], start: int, count: int) -> None:
+    def attach_span(self, node: Node, first: int, group: int, blocks: list[Block], start: int, count: int) -> bool:
         """Put the full blocks ``blocks[start:start + count]`` into the empty places from ``first`` on. They are in no place, somebody
-        references each of them, and all are on the primary level: a sequence's own."""
+        references each of them, and all are on the primary level: a sequence's own.
+
+        Returns whether they are all of one priority.
+        """
         num_tokens: i64 = self.tokens_per_block
+        priority: i64 = blocks[start].priority
+        is_even = True
         span = cast("list[Block | None]", blocks[start:start + count])
         assert len(span) == count
         if count == node.length:
@@ -208,9 +217,12 @@ class ReuseTree:
             block.node = node
             block.position = position
             block.num_tokens = num_tokens
+            if block.priority != priority:
+                is_even = False
             position += 1
         node.present[group] += count
         node.held[group] += count
+        return is_even
 
     def detach(self, block: Block, group: int) -> None:
         """Take a handle out of its place and prune what is empty because of it."""
@@ -238,7 +250,8 @@ class ReuseTree:
         count = end - first
         if count == node.length:
             span = values
-            node.values[group] = [None] * count
+            is_gone = self.num_groups == 1 and not node.children  # nobody will look at its places any more
+            node.values[group] = [] if is_gone else [None] * count
         else:
             span = values[first:end]
             values[first:end] = [None] * count
@@ -287,13 +300,13 @@ class ReuseTree:
 
     # -- inside ----------------------------------------------------------------------------------------------------------
 
-    def _add_child(self, parent: Node, label: bytes, length: int, is_plain: bool, block_bytes: int) -> Node:
+    def _add_child(self, parent: Node, label: bytes, length: int, is_plain: bool, block_bytes: int, filled_whole: bool) -> Node:
         self.version += 1
         if parent.length < parent.run.num_blocks:
             cut_run(parent)  # it becomes the parent of another run: that stands for all of its blocks
         before = None if parent.parent is None else parent.run
         child = Node(parent, KeyRun(parent.run.namespace, block_bytes, label, length, is_plain, before, NO_CHAIN), parent.block_bytes,
-                     self.num_groups)
+                     self.num_groups, 0 if filled_whole else length)
         key = child.key
         children = parent.children
         if not children:
@@ -311,7 +324,7 @@ class ReuseTree:
         """Part a run after its first ``count`` blocks; the rest becomes its only child."""
         self.version += 1
         upper = node.run.upper(count)
-        rest = Node(node, node.run.lower(count, node.length, upper), node.block_bytes, 0)
+        rest = Node(node, node.run.lower(count, node.length, upper), node.block_bytes, 0, 0)
         rest.children = node.children
         rest.order = node.order
         for child in rest.children.values():

@@ -5,12 +5,12 @@ Nothing is noted before the first content has had to go: until then there is not
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvtier.policies.eviction import GRADE_LISTS
 from kvtier.policies.named import LRU, candidates_of
 from kvtier.policies.retention import DEFAULT_PRIORITY
-from kvtier.policies.use_history import NUM_GRADES, UseHistory
+from kvtier.policies.use_history import UseHistory
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY
 from kvtier.tiering.ledger.admission import AdmissionPlan, may_store
 from kvtier.tiering.ledger.key import TokenKeys
@@ -18,8 +18,10 @@ from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.ledger.sequence import ActiveSequence
 from kvtier.tiering.ledger.state import LedgerState
 
-TOKENS_PER_KEY: Final = 512
-_NEXT: Final = {GRADE_LISTS[grade]: GRADE_LISTS[min(grade + 1, NUM_GRADES - 1)] for grade in range(NUM_GRADES)}
+if TYPE_CHECKING:
+    from mypy_extensions import i64  # machine integers where this is compiled; plain ints otherwise
+
+TOKENS_PER_KEY: Final = 1024
 
 
 def history_of(rules: LedgerRules, num_blocks: tuple[int, int, int], tokens_per_block: int) -> UseHistory | None:
@@ -45,19 +47,20 @@ def note_uses(state: LedgerState, history: UseHistory, plan: AdmissionPlan, sequ
     grades = history.observe(_parts(plan.keys, stride, end))
     for allocator in state.allocators:
         allocator.queues.weights = history.weights
-    highest = GRADE_LISTS[NUM_GRADES - 1]
+    once: i64 = GRADE_LISTS[1]
+    more_often: i64 = GRADE_LISTS[2]
     for row in sequence.rows:
         blocks = row.blocks
         matched = min(plan.num_matched, len(blocks))
         for position in range(matched):
             block = blocks[position]
-            if block.grade_list != highest and block.id >= 0:
-                block.grade_list = _NEXT[block.grade_list]
+            if block.grade_list != more_often and block.id >= 0:
+                block.grade_list = once if block.grade_list == 0 else more_often
         for number in range(matched // stride, len(grades)):
             grade = grades[number]
             if grade == 0:
                 break  # whatever is behind a new block is new
-            start = GRADE_LISTS[grade]
+            start: i64 = GRADE_LISTS[grade]
             for position in range(number * stride, min((number + 1) * stride, len(blocks))):
                 block = blocks[position]
                 if block.grade_list < start and block.id >= 0:

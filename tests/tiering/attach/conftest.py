@@ -1,35 +1,23 @@
-"""A tiny random model, and a scripted cache: block tables over a real primary pool, no reuse, every answer of the test's choosing.
-
-The scripted cache lets the rules of the serving loop be tested one by one (a read that never comes, a read that turned out
-bad, a full pool); what the loop does with the real manager is tested in test_attached_serving.py.
-"""
+"""A tiny random model, what it generates by itself, and loops that serve it."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Container, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kvtier.errors import CapacityError
-from kvtier.kernels import OffsetTable
-from kvtier.pools.layout import KVLayout
-from kvtier.pools.primary import PrimaryPool
 from kvtier.tiering.attach.serving_loop import ServingLoop
 from kvtier.tiering.attach.transformers import AttachedModel, layout_of
-from kvtier.tiering.config import TierConfig
-from kvtier.tiering.ledger.request import Request
-from kvtier.tiering.manager import KVCacheManager
-from kvtier.tiering.step import Step
-from kvtier.types import Level
 
-TOKENS_PER_BLOCK = 4
+sys.path.append(str(Path(__file__).parent))  # importlib mode puts no folder there
+from attached_loops import TOKENS_PER_BLOCK, AttachedLoops
+from scripted_cache import ScriptedCache
 
 
 @pytest.fixture(scope="session")
@@ -69,158 +57,6 @@ def generated(tiny_model: PreTrainedModel) -> Callable[..., list[int]]:
     return run
 
 
-class ScriptedCache:
-    """The calls of KVCacheManager that the serving loop makes, without reuse."""
-
-    def __init__(self, layout: KVLayout, num_blocks: int, max_batch_size: int = 8, max_seq_len: int = 256) -> None:
-        group = layout.groups[0]
-        self.layout = layout
-        self.config = SimpleNamespace(max_batch_size=max_batch_size, max_seq_len=max_seq_len, chunk_size=None)
-        self.primary = PrimaryPool(group, num_blocks, "cpu")
-        self.primary.tensor.fill_(float("nan"))  # whatever attention reads must have been written before
-        self._tokens_per_block = layout.tokens_per_block
-        self._table = OffsetTable(max_rows=max_batch_size, max_blocks=max_seq_len // layout.tokens_per_block,
-                                  num_layers=group.num_layers, kv_factor=2, num_blocks=num_blocks)
-        self.free = list(range(num_blocks))
-        self.slots: dict[int, list[int]] = {}
-        self.lengths: dict[int, int] = {}
-        self.promised: dict[int, int] = {}      # request id -> tokens promised by add_sequences
-        self.valid: dict[int, int] = {}         # request id -> tokens really there
-        self.never_ready: set[int] = set()
-        self.must_report: set[int] = set()      # left out of steps until wait_ready has been asked
-        self.calls: list[tuple[object, ...]] = []
-        self.longest: dict[int, int] = {}       # request id -> tokens at its end
-        self.removed_in_thought: set[int] = set()
-        self.layers: list[int] = []             # waited for, one by one
-        self.lose: dict[int, list[int]] = {}    # layer -> ids that lose blocks when it is waited for
-        self.has_reuse = False                  # whether waiting for another request's prefix gains anything
-
-    def _grow(self, request_id: int, length: int) -> None:
-        slots = self.slots[request_id]
-        needed = -(-length // self._tokens_per_block) - len(slots)
-        if needed > len(self.free):
-            total = self.primary.num_blocks
-            newest_first = [] if needed + len(slots) > total else list(reversed(self.slots))
-            raise CapacityError("full", needed=needed, available=len(self.free), preempt=newest_first[:1])
-        slots += [self.free.pop() for _ in range(needed)]
-        self.lengths[request_id] = length
-
-    def add_sequences(self, requests: Sequence[Request]) -> list[SimpleNamespace]:
-        done: list[int] = []
-        try:
-            for request in requests:
-                self.slots[request.id] = []
-                done.append(request.id)
-                self._grow(request.id, request.num_tokens)
-        except CapacityError:
-            for request_id in done:
-                self.free += self.slots.pop(request_id)
-            raise
-        for request in requests:
-            self.longest[request.id] = request.num_tokens + request.max_new_tokens
-            self.calls.append(("add", request.id, request.num_tokens, request.skip_read))
-        return [SimpleNamespace(prepopulated_tokens=0 if r.skip_read else self.promised.get(r.id, 0)) for r in requests]
-
-    def is_ready(self, request_id: int, layer: int | None = None) -> bool:
-        return request_id not in self.never_ready
-
-    def wait_ready(self, request_id: int, layer: int | None = None, timeout: float | None = None) -> int:
-        assert timeout is not None, "every wait of the loop has a bound"
-        if request_id in self.never_ready:
-            raise TimeoutError
-        self.must_report.discard(request_id)
-        return self.valid.get(request_id, self.promised.get(request_id, 0))
-
-    @contextlib.contextmanager
-    def step(self, engine_stream: object, ids: Sequence[int], layer: int | None = None) -> Iterator[Step]:
-        yield Step([request_id for request_id in ids if request_id not in self.must_report], [0], [[]], self.wait_layer)
-
-    def wait_layer(self, step: Step, layer: int) -> list[int]:
-        self.layers.append(layer)
-        step.lost += [request_id for request_id in self.lose.pop(layer, []) if request_id in step]
-        self.must_report |= set(step.lost)
-        return step.lost
-
-    def block_table(self, ids: Sequence[int], group: int = 0) -> torch.Tensor:
-        return self._table.fill([self.slots[request_id] for request_id in ids])
-
-    def mark_computed(self, request_id: int, num_tokens: int) -> None:
-        self.calls.append(("computed", request_id, num_tokens))
-
-    def append_tokens(self, request_id: int, tokens: Sequence[int]) -> None:
-        self._grow(request_id, self.lengths[request_id] + len(tokens))
-        self.calls.append(("append", request_id, *tokens))
-
-    def append_step(self, ids: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
-        assert all(len(appended) == 1 for appended in tokens)
-        before = {request_id: (len(self.slots[request_id]), self.lengths[request_id]) for request_id in ids}
-        try:
-            for request_id in ids:
-                self._grow(request_id, self.lengths[request_id] + 1)
-        except CapacityError:
-            for request_id, (num_slots, length) in before.items():
-                self.free += self.slots[request_id][num_slots:]
-                del self.slots[request_id][num_slots:]
-                self.lengths[request_id] = length
-            raise
-
-    def store_context(self, request_id: int) -> None:
-        self.calls.append(("store_context", request_id))
-
-    def remove_sequence(self, request_id: int, store: bool) -> None:
-        self.free += self.slots.pop(request_id)
-        self.calls.append(("remove", request_id, store))
-
-    def report_prefill(self, tokens: int | range, seconds: float) -> None:
-        assert tokens if isinstance(tokens, int) else len(tokens)
-        assert seconds >= 0
-
-    def refresh(self) -> None:
-        self.calls.append(("refresh",))
-
-    # -- what a scheduler asks -------------------------------------------------------------------------------------------
-
-    def pool(self, group: int = 0) -> SimpleNamespace:
-        return SimpleNamespace(primary=self.primary)
-
-    def _blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._tokens_per_block)
-
-    def num_free_blocks(self, level: Level, group: int = 0) -> int:
-        return len(self.free)
-
-    def needed_blocks_one_step(self, request: int | Request, two_steps: bool = False, group: int = 0) -> int:
-        if isinstance(request, Request):
-            return self._blocks(request.num_tokens)
-        return self._blocks(self.lengths[request] + 1) - len(self.slots[request])
-
-    def remaining_blocks_to_completion(self, request: int | Request, group: int = 0) -> int:
-        if isinstance(request, Request):
-            return self._blocks(request.num_tokens + request.max_new_tokens)
-        return self._blocks(self.longest[request]) - len(self.slots[request])
-
-    def request_block_budget(self, request_id: int, group: int = 0) -> int:
-        return self._blocks(self.longest[request_id])
-
-    def start_scheduling(self) -> None:
-        self.removed_in_thought.clear()
-
-    def scheduling_remove_sequence(self, request_id: int, group: int = 0) -> None:
-        self.removed_in_thought.add(request_id)
-
-    def num_schedulable_blocks(self, group: int = 0) -> int:
-        return len(self.free) + sum(len(self.slots[request_id]) for request_id in self.removed_in_thought)
-
-    def match(self, request: Request) -> SimpleNamespace:
-        return SimpleNamespace(first_new_key=request.token_bytes[:4 * self._tokens_per_block])
-
-    def beneficial_to_skip(self, request: Request, contributed_keys: Container[object]) -> bool:
-        return self.has_reuse and request.token_bytes[:4 * self._tokens_per_block] in contributed_keys
-
-    def fit_token_budget(self, request_id: int, chunk_tokens: int, token_budget: int) -> int:
-        return min(chunk_tokens, token_budget)
-
-
 @pytest.fixture
 def scripted_cache(tiny_model: PreTrainedModel) -> Callable[..., ScriptedCache]:
     layout = layout_of(tiny_model.config, dtype=tiny_model.dtype, tokens_per_block=TOKENS_PER_BLOCK)
@@ -228,36 +64,19 @@ def scripted_cache(tiny_model: PreTrainedModel) -> Callable[..., ScriptedCache]:
 
 
 @pytest.fixture
-def serving(tiny_model: PreTrainedModel, tmp_path: Path) -> Iterator[Any]:
-    """Opens a manager and a loop; checks at the end that nothing is held and every invariant stands."""
-    opened: list[tuple[KVCacheManager, AttachedModel]] = []
+def attached_loops(tmp_path: Path) -> Iterator[AttachedLoops]:
+    loops = AttachedLoops(tmp_path)
+    yield loops
+    loops.close()
 
-    def start(primary: str = "40 blocks", secondary: str = "20 blocks", nvme: str = "200 blocks", model: str = "tiny@test:0",
-              loop_options: Any = (), watch: Callable[[AttachedModel], Any] = lambda attached: attached, **settings: Any) -> ServingLoop:
-        layout = layout_of(tiny_model.config, dtype=tiny_model.dtype, tokens_per_block=4)
-        config = TierConfig(primary=primary, secondary=secondary, nvme=nvme, nvme_directory=tmp_path / "nvme",
-                            max_batch_size=8, max_seq_len=256, nvme_free_space_reserve="0B", **settings)
-        cache = KVCacheManager(layout, config, device="cpu", model=model)
-        attached = AttachedModel(tiny_model, cache.pool(group=0).primary)
-        opened.append((cache, attached))
-        return ServingLoop(cache, watch(attached), **{"chunk_size": 16, **dict(loop_options)})
 
-    def end(loop: ServingLoop) -> None:
-        loop.close()
-        for cache, attached in opened:
-            if cache is loop.cache:
-                attached.detach()
-                cache.verify()
-                stats = cache.stats()
-                assert stats.leases == stats.sequences == 0
-                cache.close(timeout=10)
-                opened.remove((cache, attached))
-                return
+@pytest.fixture
+def serving(tiny_model: PreTrainedModel, attached_loops: AttachedLoops) -> Any:
+    """Opens a manager and a loop with the tiny model; ``serving.end(loop)`` ends one early."""
 
-    start.end = end  # type: ignore[attr-defined]
-    yield start
-    for cache, attached in opened:
-        attached.detach()
-        cache.verify()
-        assert cache.stats().leases == cache.stats().sequences == 0
-        cache.close(timeout=10)
+    def start(model: str = "tiny@test:0", **options: Any) -> ServingLoop:
+        return attached_loops.start(tiny_model, lambda cache: AttachedModel(tiny_model, cache.pool(group=0).primary), model, **{
+            "primary": "40 blocks", "secondary": "20 blocks", "nvme": "200 blocks", "max_batch_size": 8, "max_seq_len": 256, **options})
+
+    start.end = attached_loops.end  # type: ignore[attr-defined]
+    return start

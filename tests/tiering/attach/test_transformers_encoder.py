@@ -8,11 +8,9 @@ import pytest
 import torch
 from transformers import BartConfig, BartForConditionalGeneration, LlamaConfig, LlamaForCausalLM
 
-from kvtier import ConfigError, KVCacheManager, Request, RequestError, TierConfig
+from kvtier import ConfigError, Request, RequestError
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
-from kvtier.tiering.attach.serving_loop import ServingLoop
 from kvtier.tiering.attach.serving_sequence import ServedSequence
-from kvtier.tiering.attach.transformers import layout_of
 from kvtier.tiering.attach.transformers_encoder import AttachedEncoderDecoder, digest_of
 
 
@@ -41,27 +39,19 @@ def sources():
 
 
 @pytest.fixture
-def serve(model, tmp_path):
-    opened = []
-
-    def start(**settings):
-        layout = layout_of(model.config, dtype=model.dtype, tokens_per_block=4)
-        levels = {"primary": "60 blocks", "secondary": "30 blocks", "nvme": "100 blocks", "nvme_directory": tmp_path / "nvme"}
-        cache = KVCacheManager(layout, TierConfig(**{**levels, **settings}, max_batch_size=4, max_seq_len=128, nvme_free_space_reserve="0B",
-                                                  max_beam_width=2), model="tiny@bart:0")
-        pools = [cache.pool(group.number).primary for group in layout.groups]
+def serve(model, attached_loops):
+    def attach(cache):
+        pools = [cache.pool(group.number).primary for group in cache.layout.groups]
         for pool in pools:
             pool.tensor.fill_(float("nan"))
-        attached = AttachedEncoderDecoder(model, pools)
-        opened.append((cache, attached))
-        return ServingLoop(cache, attached, max_batch_size=3, chunk_size=16)
+        return AttachedEncoderDecoder(model, pools)
 
-    yield start
-    for cache, attached in opened:
-        attached.detach()
-        cache.verify()
-        assert cache.stats().leases == cache.stats().sequences == 0
-        cache.close(timeout=10)
+    def start(**settings):
+        return attached_loops.start(model, attach, "tiny@bart:0", loop_options={"max_batch_size": 3}, **{
+            "primary": "60 blocks", "secondary": "30 blocks", "nvme": "100 blocks", "max_batch_size": 4, "max_seq_len": 128,
+            "max_beam_width": 2, **settings})
+
+    return start
 
 
 def generate(model, source, prompt, new_tokens, **keywords):

@@ -22,9 +22,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from kvtier import ConfigError, KVCacheManager, KVLayout, Request, TierConfig
+from kvtier import ConfigError, KVLayout, Request
 from kvtier.pools.primary import PrimaryPool
-from kvtier.tiering.attach.serving_loop import ServingLoop
 from kvtier.tiering.attach.transformers import AttachedModel, layout_of
 
 SIZES = {"vocab_size": 199, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -63,28 +62,20 @@ def generate(model, prompt, new_tokens, **keywords):
 
 
 @pytest.fixture
-def serve(tmp_path):
-    opened = []
+def serve(attached_loops):
+    def start(model, scales=(1.0, 1.0), loop_options=(), **options):
+        def attach(cache):
+            pools = [cache.pool(group.number).primary for group in cache.layout.groups]
+            for pool in pools:
+                for section in pool.sections:
+                    section.tensor.view(torch.uint8).fill_(0x7F)  # not a number, in every dtype here
+            return AttachedModel(model, pools, key_scale=scales[0], value_scale=scales[1])
 
-    def start(model, dtype=None, scales=(1.0, 1.0), loop_options=(), **settings):
-        layout = layout_of(model.config, dtype=dtype or model.dtype, tokens_per_block=4)
-        levels = {"primary": "50 blocks", "secondary": "30 blocks", "nvme": "100 blocks", "nvme_directory": tmp_path / "nvme"}
-        cache = KVCacheManager(layout, TierConfig(**{**levels, **settings}, max_batch_size=4, max_seq_len=160, nvme_free_space_reserve="0B",
-                                                  max_beam_width=2), model="tiny@kind:0")
-        pools = [cache.pool(group.number).primary for group in layout.groups]
-        for pool in pools:
-            for section in pool.sections:
-                section.tensor.view(torch.uint8).fill_(0x7F)  # not a number, in every dtype here
-        attached = AttachedModel(model, pools, key_scale=scales[0], value_scale=scales[1])
-        opened.append((cache, attached))
-        return ServingLoop(cache, attached, **{"max_batch_size": 3, "chunk_size": 16, **dict(loop_options)})
+        return attached_loops.start(model, attach, "tiny@kind:0", loop_options={"max_batch_size": 3, **dict(loop_options)}, **{
+            "primary": "50 blocks", "secondary": "30 blocks", "nvme": "100 blocks", "max_batch_size": 4, "max_seq_len": 160,
+            "max_beam_width": 2, **options})
 
-    yield start
-    for cache, attached in opened:
-        attached.detach()
-        cache.verify()
-        assert cache.stats().leases == cache.stats().sequences == 0
-        cache.close(timeout=10)
+    return start
 
 
 def talk(loop, prompts, expected, turns=2, new_tokens=6):

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import torch
-from transformers import BartConfig, BartForConditionalGeneration
+from transformers import BartConfig, BartForConditionalGeneration, LlamaConfig, LlamaForCausalLM
 
 from kvtier import KVCacheManager, TierConfig
 from kvtier.tiering.attach.serving_loop import ServingLoop
@@ -55,6 +55,15 @@ def test_the_encoder_of_the_page(prompts):
                                             do_sample=False)
     names = run(BLOCKS[0].split("layout =")[0] + BLOCKS[3], bart=bart, source=prompts[0])
     assert names["translated"].tokens == expected[0, 1:].tolist()
+
+
+def test_the_smaller_cache_of_the_page(prompts):
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=199, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                                         num_key_value_heads=2, head_dim=16, initializer_range=0.4)).eval()
+    names = run(BLOCKS[0].split("layout =")[0] + BLOCKS[4], model=model, prompt=prompts[0])
+    assert names["layout"].groups[0].spec.scale_bytes == 1
+    assert (names["answer"].error, len(names["answer"].tokens)) == (None, 8)
 
 
 def test_the_page_names_every_supported_type_of_model():

@@ -193,6 +193,7 @@ def test_a_pinned_block_whose_promotion_failed_is_exchanged_and_the_lease_ends_a
     run.end(pending(run, SECONDARY, PRIMARY), fails=True)
     expect_lost(sequence, 0)
     assert sequence.blocks[0] is not block
+    assert lease.lost_ids == [{block.id}]
     run.ledger.release_lease(lease)
     run.note()
     assert block.ref_count == 0

@@ -77,6 +77,11 @@ def test_an_item_may_reach_to_the_end_of_the_prompt() -> None:
     assert Request(1, [1, 2, 3], multimodal=[MultimodalItem(IMAGE, [(0, 1), (1, 2)])]).multimodal[0].runs == ((0, 1), (1, 2))
 
 
+def test_items_may_be_woven_into_each_other() -> None:
+    woven = [MultimodalItem(OTHER_IMAGE, [(1, 1)]), MultimodalItem(IMAGE, [(0, 1), (2, 1)])]
+    assert Request(1, [1, 2, 3], multimodal=woven).multimodal == tuple(woven)
+
+
 def test_changing_the_lists_a_request_was_made_from_does_not_change_the_request() -> None:
     tokens, extra_ids, runs = [1, 2], [3, 4], [(0, 1)]
     item = MultimodalItem(IMAGE, runs)
@@ -108,6 +113,10 @@ def test_a_tensor_of_another_library_is_read_through_its_list() -> None:
     ({"multimodal": [MultimodalItem(IMAGE, [(2, 2)])]}, "run ends at 4, the prompt has 3 tokens"),
     ({"multimodal": [MultimodalItem(IMAGE, [(3, 1)])]}, "run ends at 4, the prompt has 3 tokens"),
     ({"multimodal": [MultimodalItem(IMAGE, [(0, 1)]), MultimodalItem(OTHER_IMAGE, [(1, 1), (2, 9)])]}, "run ends at 11"),
+    ({"multimodal": [MultimodalItem(IMAGE, [(0, 2)]), MultimodalItem(OTHER_IMAGE, [(1, 2)])]}, "begins at 1, another is at 0 to 1"),
+    ({"multimodal": [MultimodalItem(OTHER_IMAGE, [(2, 1)]), MultimodalItem(IMAGE, [(0, 3)])]}, "begins at 2, another is at 0 to 2"),
+    ({"multimodal": [MultimodalItem(IMAGE, [(0, 1)]), MultimodalItem(IMAGE, [(0, 1)])]}, "begins at 0, another is at 0 to 0"),
+    ({"multimodal": [MultimodalItem(IMAGE, [(0, 1), (2, 1)]), MultimodalItem(OTHER_IMAGE, [(1, 2)])]}, "overlap"),
     ({"beam_width": 0}, "beam_width=0; must be a whole number of at least 1"),
     ({"max_new_tokens": -1}, "max_new_tokens=-1; must be a whole number of at least 0"),
     ({"num_draft_tokens": -1}, "num_draft_tokens=-1; must be a whole number of at least 0"),

@@ -13,7 +13,7 @@ import pytest
 from kvtier.errors import ConfigError, CorruptBlock, TransferError
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
 from kvtier.pools.pool_index import pool_index
-from kvtier.tiering import file_workers
+from kvtier.tiering import file_lane
 
 P, S, N = ([pool_index(level, slot) for slot in range(8)] for level in range(3))
 
@@ -247,8 +247,8 @@ def test_a_discard_that_fails_is_said_and_counted_and_the_next_write_goes_on(rig
 
 
 def test_a_write_gives_up_when_the_copy_into_its_source_hangs(make_rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_workers, "PATIENCE", 0.05)
-    monkeypatch.setattr(file_workers, "_LOOK_UP", 0.01)
+    monkeypatch.setattr(file_lane, "PATIENCE", 0.05)
+    monkeypatch.setattr(file_lane, "LOOK_UP", 0.01)
     rig = make_rig(faults=Faults([FaultRule(FaultKind.DELAY, FaultOperation.COPY, seconds=0.5, count=1)]))
     rig.transfers.issue([rig.move(P[0], S[0]), rig.move(S[0], N[0])])
     results = rig.settle()
@@ -258,8 +258,8 @@ def test_a_write_gives_up_when_the_copy_into_its_source_hangs(make_rig: Make, mo
 
 
 def test_a_read_gives_up_when_no_staging_buffer_comes_free(make_rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_workers, "PATIENCE", 0.05)
-    monkeypatch.setattr(file_workers, "_LOOK_UP", 0.01)
+    monkeypatch.setattr(file_lane, "PATIENCE", 0.05)
+    monkeypatch.setattr(file_lane, "LOOK_UP", 0.01)
     rig = make_rig(staging_blocks=1, read_threads=2)
     rig.fill(N[0], 1)
     rig.fill(N[1], 2)

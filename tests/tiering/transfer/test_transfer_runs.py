@@ -57,6 +57,49 @@ def test_neighbours_are_read_together_and_arrive_where_they_belong(rig: Any, slo
     assert runs is None or rig.store.runs == runs
 
 
+def test_what_was_read_together_is_copied_together(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[int] = []
+    onboard = rig.transfers._onboard
+    submit = onboard.submit
+
+    def spy(work: Any, after: Any = (), done: Any = None) -> Any:
+        copies.append(len(work.func.__self__.nodes))
+        return submit(work, after, done)
+
+    monkeypatch.setattr(onboard, "submit", spy)
+    assert all(result.error is None for result in queue_reads(rig, [2, 3, 4, 5, 6]).values())
+    assert copies == [1, 3, 2]  # the first one kept the reader busy
+
+
+def test_neighbours_that_go_different_ways_are_read_together_all_the_same(rig: Any) -> None:
+    for slot in range(2, 8):
+        rig.fill(N(slot), slot + 1)
+    rig.store.ahead = 6
+    rig.transfers._files._reads._most_ahead[0] = 6
+    rig.store.read_gate.clear()
+    rig.fill(N(15), 16)
+    rig.transfers.issue([rig.move(N(15), P(0))])
+    while not rig.store.reads_running:
+        threading.Event().wait(0.001)
+    rig.fill(P(4), 99)
+    ways = [(P(1), 0), (pool_index(1, 1), 0), (pool_index(1, 2), 0), (P(4), 1), (P(5), 0), (P(6), 0)]
+    rig.transfers.issue([rig.move(N(slot), destination, num_tokens) for slot, (destination, num_tokens) in enumerate(ways, 2)])
+    rig.store.read_gate.set()
+    assert all(result.error is None for result in rig.settle().values())
+    assert rig.store.runs == [(2, 6)]
+    assert [rig.value(index) for index in (P(1), pool_index(1, 1), pool_index(1, 2), P(5), P(6))] == [3, 4, 5, 7, 8]
+    assert set(rig.rows(0)[4].tolist()) == {6, 99}  # of a part only that part
+
+
+def test_all_buffers_of_a_run_come_back_whatever_became_of_it(rig: Any) -> None:
+    rig.store.fail_reads[0, 3] = TransferError("this one")
+    for _ in range(4):
+        queue_reads(rig, [2, 3, 4])
+        queue_reads(rig, [6, 7, 8])
+    taken = [rig.transfers._routes.staging[0].take(0.0) for _ in range(9)]
+    assert sorted(buffer for buffer in taken if buffer is not None) == list(range(8))
+
+
 def test_one_that_cannot_be_read_fails_alone(rig: Any) -> None:
     rig.store.fail_reads[0, 3] = TransferError("this one")
     results = queue_reads(rig, [2, 3, 4])
@@ -103,7 +146,7 @@ def test_a_read_that_hangs_takes_only_those_along_that_its_thread_has(make_rig: 
     monkeypatch.setattr(store, "read_block", hanging_read_block)
     for slot in (2, 3, 4, 9):
         rig.fill(N(slot), slot + 1)
-    with rig.transfers._files._reads._filled:  # no reader looks before all three are there
+    with rig.transfers._files._reads._waiting._filled:  # no reader looks before all three are there
         rig.transfers.issue([rig.move(N(slot), P(slot)) for slot in (2, 3, 4)])
     assert rig.transfers.idle(10.0)  # nobody waits for ever for what stands behind the one that hangs
     rig.transfers.issue([rig.move(N(9), P(9))])

@@ -1,0 +1,34 @@
+"""Locks on single bytes of a file: who uses which part of it now (design: two ways to attach).
+
+They belong to the open file and not to the process, so that two parts may be held by one process; and they end with it however it ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+
+
+def lock_byte(file: int, number: int) -> bool:
+    """Take the byte for as long as the file is open; False when another open file has it."""
+    try:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, _bytes_of(fcntl.F_WRLCK, number))
+    except OSError:
+        return False
+    return True
+
+
+def unlock_byte(file: int, number: int) -> None:
+    """Give the byte back."""
+    fcntl.fcntl(file, fcntl.F_OFD_SETLK, _bytes_of(fcntl.F_UNLCK, number))
+
+
+def is_locked(file: int, number: int, count: int = 1) -> bool:
+    """Whether another open file has one of ``count`` bytes."""
+    kind: int = struct.unpack_from("h", fcntl.fcntl(file, fcntl.F_OFD_GETLK, _bytes_of(fcntl.F_WRLCK, number, count)))[0]
+    return kind != fcntl.F_UNLCK
+
+
+def _bytes_of(kind: int, number: int, count: int = 1) -> bytes:
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, number, count, 0)

@@ -1,0 +1,252 @@
+"""``HandoverFolder``: where one process leaves blocks for another on the same machine, on a drive or in shared memory.
+
+Each handover is a file, and all that two processes must agree on lies in the file system, which outlives both of them:
+
+* ``<id>-0.part`` is being written. Its writer holds a lock on it, which ends with the process.
+* ``<id>-<deadline>.kv`` is complete and may be read until its deadline (milliseconds of wall-clock time). A reader holds a lock on it while
+  it reads, and removes it when it has what it wanted: so it is handed over once, and a reader that dies has taken nothing.
+
+What nobody holds and nobody will want any more is removed by whoever looks next: :meth:`HandoverFolder.collect`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import math
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from kvtier.errors import CapacityError, ConfigError, TransferError
+from kvtier.io.byte_locks import is_locked, lock_byte, unlock_byte
+from kvtier.pools.host_memory import host_memory
+from kvtier.pools.sizing import SizeKind, format_bytes, parse_size
+
+WRITER: Final = 0
+"""Bytes whose locks say who uses a file: its writer; whoever looks at its state or changes it; and from here on one for each rank that
+reads."""
+TURN: Final = 1
+FIRST_READER: Final = 2
+MOST_READERS: Final = 2048
+
+_SHARED_MEMORY: Final = Path("/dev/shm")
+_FOLDER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_NAME: Final = re.compile(r"([0-9a-f]{32})-([0-9]{1,16})\.(kv|part)")
+_TURN_SECONDS: Final = 10.0
+_PAUSE: Final = 0.001
+
+
+class HandoverFolder:
+    """A folder that an exporting and an importing process share.
+
+    Args:
+        directory: made when it is missing; only files of handovers in it are ever touched.
+        capacity: most that lies in it at a time, a size in bytes ("64GiB").
+        clock: wall-clock seconds, the same in all processes; for tests.
+
+    Attributes:
+        directory: the folder.
+
+    Raises:
+        ConfigError: it cannot be made or written, belongs to another user, or ``capacity`` is no size in bytes.
+    """
+
+    def __init__(self, directory: str | Path, capacity: str, clock: Callable[[], float] = time.time) -> None:
+        size = parse_size(capacity, "capacity")
+        if size.kind is not SizeKind.BYTES or size.amount < 1:
+            raise ConfigError(f"capacity={capacity!r}: the folder of handovers has a size in bytes, for example capacity=\"64GiB\"")
+        self.directory = Path(directory)
+        self.capacity_bytes = int(size.amount)
+        self._clock = clock
+        self._is_memory = self.directory.parent == _SHARED_MEMORY
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = os.stat(self.directory)
+        except OSError as error:
+            raise ConfigError(f"directory={str(directory)!r}: {error.strerror}; give a folder that can be written") from error
+        if found.st_uid != os.getuid() or not os.access(self.directory, os.W_OK | os.X_OK):
+            raise ConfigError(f"directory={str(directory)!r}: belongs to user {found.st_uid}, this process is user {os.getuid()}; give a "
+                              "folder of its own")
+        self.collect()
+
+    @classmethod
+    def in_shared_memory(cls, name: str, capacity: str, clock: Callable[[], float] = time.time) -> HandoverFolder:
+        """A folder of this name in shared memory: host memory that lasts until a handover has ended, or its deadline.
+
+        Raises:
+            ConfigError: as above; a name that is no simple file name (64 letters, digits, ``._-``).
+        """
+        if not isinstance(name, str) or not _FOLDER.fullmatch(name):
+            raise ConfigError(f"name={name!r}: it names a folder in {_SHARED_MEMORY}; use up to 64 letters, digits, '.', '_' and '-'")
+        return cls(_SHARED_MEMORY / f"kvtier-handover-{name}", capacity, clock)
+
+    # -- writing ---------------------------------------------------------------------------------------------------------
+
+    def create(self, num_bytes: int) -> tuple[int, str]:
+        """A new file that nobody may read yet, with all its memory. Returns it, open and locked, and its name.
+
+        Raises:
+            CapacityError: the folder, its file system or the host's memory has too little room.
+            TransferError: the file cannot be made.
+        """
+        name = f"{uuid.uuid4().hex}-0.part"
+        try:
+            with self._alone():
+                self._require_room(num_bytes)
+                file = self._create(name, num_bytes)
+            try:
+                os.posix_fallocate(file, 0, num_bytes)  # so that a full file system is an error here, and not in the middle
+            except BaseException:
+                self.unlink(name)
+                os.close(file)
+                raise
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                raise CapacityError(f"{self.directory}: its file system has no room for {format_bytes(num_bytes)}; hand over later, or "
+                                    "enlarge it") from error
+            raise TransferError(f"{self.directory}: a file of {format_bytes(num_bytes)} cannot be made: {error.strerror}") from error
+        return file, name
+
+    def publish(self, name: str, deadline: float) -> str:
+        """The file is complete. Returns the name under which readers open it until the deadline, in wall-clock seconds. TransferError when
+        it cannot be renamed."""
+        published = f"{name.partition('-')[0]}-{math.ceil(deadline * 1000)}.kv"
+        try:
+            os.rename(self.directory / name, self.directory / published)
+        except OSError as error:
+            raise TransferError(f"{self.directory / name}: {error.strerror}") from error
+        return published
+
+    # -- reading ---------------------------------------------------------------------------------------------------------
+
+    def open(self, name: str) -> int | None:
+        """A complete file, open; None when there is none of this name, or its time is over."""
+        if not name.endswith(".kv") or self.is_over(name):
+            return None
+        try:
+            return os.open(self.directory / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise TransferError(f"{self.directory / name}: {error.strerror}") from error
+
+    def is_over(self, name: str) -> bool:
+        """Whether the file's deadline has passed, or it can be no file of ours."""
+        match = _NAME.fullmatch(name)
+        return match is None or self._clock() * 1000 > int(match[2])
+
+    def has(self, name: str) -> bool:
+        """Whether the file is still there, so that nobody has taken all of it."""
+        return os.path.lexists(self.directory / name)
+
+    def now(self) -> float:
+        """Wall-clock seconds, as deadlines count."""
+        return self._clock()
+
+    def remove(self, name: str) -> bool:
+        """Remove a file that nobody is reading or writing. False when it was gone, or somebody is."""
+        with suppress(OSError, TransferError):  # gone meanwhile, or somebody is looking at it now
+            file = os.open(self.directory / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                with turn(file, 0.0):
+                    if os.fstat(file).st_nlink == 0 or is_locked(file, WRITER) or is_locked(file, FIRST_READER, MOST_READERS):
+                        return False
+                    os.unlink(self.directory / name)
+                    return True
+            finally:
+                os.close(file)
+        return False
+
+    def collect(self) -> int:
+        """Remove files whose deadline has passed, and those whose writers were killed. Not while somebody reads or writes them.
+
+        Returns how many there were.
+        """
+        return sum(self.remove(name) for name in self._names() if name.endswith(".part") or self.is_over(name))
+
+    @property
+    def used_bytes(self) -> int:
+        """What all files in the folder take."""
+        total = 0
+        for name in self._names():
+            with suppress(OSError):  # gone meanwhile
+                total += os.stat(self.directory / name, follow_symlinks=False).st_size
+        return total
+
+    # -- inside ----------------------------------------------------------------------------------------------------------
+
+    def _names(self) -> list[str]:
+        try:
+            return sorted(name for name in os.listdir(self.directory) if _NAME.fullmatch(name))
+        except OSError as error:
+            raise TransferError(f"{self.directory}: {error.strerror}") from error
+
+    def _create(self, name: str, num_bytes: int) -> int:
+        while True:
+            file = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                os.ftruncate(file, num_bytes)  # what it will take counts from here on
+                # Somebody who collects before it is locked takes it for a dead writer's.
+                if lock_byte(file, WRITER) and os.fstat(file).st_nlink:
+                    return file
+            except OSError:
+                self.unlink(name)
+                os.close(file)
+                raise
+            os.close(file)
+
+    def _require_room(self, num_bytes: int) -> None:
+        if self.used_bytes + num_bytes > self.capacity_bytes:
+            self.collect()
+        used = self.used_bytes
+        if used + num_bytes > self.capacity_bytes:
+            raise CapacityError(f"{self.directory}: {format_bytes(num_bytes)} to hand over, {format_bytes(used)} of "
+                                f"{format_bytes(self.capacity_bytes)} are in use; hand over later, or raise capacity=...")
+        if self._is_memory:
+            host = host_memory()
+            if num_bytes > host.available_bytes:
+                raise CapacityError(f"{self.directory}: {format_bytes(num_bytes)} to hand over, {format_bytes(host.available_bytes)} of "
+                                    f"memory are free ({host.limited_by}); hand over later, or through a folder on a drive")
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody else makes files here meanwhile: two that each fit might not fit together."""
+        folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            deadline = time.monotonic() + _TURN_SECONDS
+            while True:
+                try:
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise TransferError(f"{self.directory}: another process has kept it locked for {_TURN_SECONDS:.0f} s") from None
+                    time.sleep(_PAUSE)
+            yield
+        finally:
+            os.close(folder)
+
+    def unlink(self, name: str) -> None:
+        """Remove a file, whoever uses it. It stays usable to those who have it open."""
+        with suppress(OSError):
+            os.unlink(self.directory / name)
+
+
+@contextmanager
+def turn(file: int, timeout: float = _TURN_SECONDS) -> Iterator[None]:
+    """Nobody else looks at the file's state or changes it meanwhile. TransferError when others keep their turn for ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while not lock_byte(file, TURN):
+        if time.monotonic() >= deadline:
+            raise TransferError(f"a handed over file has been locked by another process for {timeout:.0f} s")
+        time.sleep(_PAUSE)
+    try:
+        yield
+    finally:
+        unlock_byte(file, TURN)

@@ -1,0 +1,114 @@
+"""``kvtier bench``: one command for each benchmark, and all of them. Part of ``cli``.
+
+All take ``--json``, ``--plot``, ``--compare`` and ``--quick``, and refuse what they cannot do afterwards before they measure.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from kvtier.cli_options import CompareWith, Device, Directory, JsonFile, PlotFile, Quick, folder
+from kvtier.cli_serve import bench_serve
+
+if TYPE_CHECKING:
+    from kvtier.bench.report import Report
+
+bench = typer.Typer(no_args_is_help=True, help="Measure this machine: the limit first, then kvtier beside it.")
+bench.command("serve")(bench_serve)
+
+
+@bench.command("copy")
+def bench_copy(json: JsonFile = None, plot: PlotFile = None, compare: CompareWith = None, quick: Quick = False,
+               device: Device = "cpu") -> None:
+    """Copies between primary and secondary beside a plain memory copy of the same block size."""
+    _run_of_family("copy", None, device, json, plot, compare, quick)
+
+
+@bench.command("kernels")
+def bench_kernels(json: JsonFile = None, plot: PlotFile = None, compare: CompareWith = None, quick: Quick = False,
+                  device: Device = "cpu") -> None:
+    """Paged decode attention and append beside torch's attention over contiguous keys and a plain copy."""
+    _run_of_family("kernels", None, device, json, plot, compare, quick)
+
+
+@bench.command("nvme")
+def bench_nvme(directory: Directory = None, json: JsonFile = None, plot: PlotFile = None, compare: CompareWith = None,
+               quick: Quick = False) -> None:
+    """Block reads and writes beside raw direct I/O of the same size, bytes verified."""
+    _run_of_family("nvme", directory, "cpu", json, plot, compare, quick)
+
+
+@bench.command("gds")
+def bench_gds(directory: Directory = None, device: Annotated[str, typer.Option(metavar="cuda:N", help="Which GPU.")] = "cuda:0",
+              json: JsonFile = None, plot: PlotFile = None, compare: CompareWith = None, quick: Quick = False) -> None:
+    """Blocks between GPU and NVMe beside KvikIO's own reads and writes, for each setting; needs GPUDirect Storage."""
+    _run_of_family("gds", directory, device, json, plot, compare, quick)
+
+
+@bench.command("load")
+def bench_load(directory: Directory = None, json: JsonFile = None, plot: PlotFile = None, compare: CompareWith = None,
+               quick: Quick = False) -> None:
+    """Time to first token of a stored prefix: the tier decides, beside always computing and always loading."""
+    _run_of_family("load", directory, "cpu", json, plot, compare, quick)
+
+
+@bench.command("integrity")
+def bench_integrity(directory: Directory = None, json: JsonFile = None, plot: PlotFile = None, compare: CompareWith = None,
+                    quick: Quick = False) -> None:
+    """Crashes, flipped bits, torn and misdirected writes, a full drive: blocks lost, wrong bytes served. Exit code 1 if any."""
+    _run_of_family("integrity", directory, "cpu", json, plot, compare, quick)
+
+
+class Peer(enum.StrEnum):
+    """Whose bookkeeping is measured beside ours."""
+
+    VLLM = "vllm"
+    NONE = "none"
+
+
+@bench.command("ledger")
+def bench_ledger(json: JsonFile = None, plot: PlotFile = None, compare: CompareWith = None, quick: Quick = False,
+                 peer: Annotated[Peer | None, typer.Option(help="Whose bookkeeping is measured beside; vLLM's where it is installed.",
+                                                           show_default=False)] = None) -> None:
+    """The bookkeeping alone: match, insert, evict, decode, turns, host tier, growth."""
+    from kvtier.bench.ledger import measure_ledger
+    from kvtier.bench.ledger_rig import is_compiled
+    _run(lambda: measure_ledger(quick, None if peer is None else peer.value), "ledger", {"quick": quick, "compiled": is_compiled()}, None,
+         json, plot, compare)
+
+
+@bench.command("all")
+def bench_all(directory: Directory = None, device: Device = "cpu", json: JsonFile = None, plot: PlotFile = None,
+              compare: CompareWith = None, quick: Quick = False) -> None:
+    """Every benchmark that can be measured here, one after another; one that fails does not stop the others. Exit code 1 if any failed."""
+    from kvtier.bench.family import Common, run_all
+    from kvtier.bench.outputs import Outputs
+    raise typer.Exit(run_all(Common(folder(directory, "--directory"), quick, device), Outputs(json, plot, compare)))
+
+
+@bench.command("compare")
+def bench_compare(old: Annotated[Path, typer.Argument(metavar="OLD", help="Figures that --json has written.")],
+                  new: Annotated[Path, typer.Argument(metavar="NEW", help="Later ones, of the same machine.")]) -> None:
+    """Two files of figures, row by row. Exit code 1 where a row has become worse beyond noise, 2 for two machines."""
+    from kvtier.bench.outputs import compare_files
+    raise typer.Exit(compare_files(old, new))
+
+
+def _run_of_family(name: str, directory: str | None, device: str, json: Path | None, plot: Path | None, compare: Path | None,
+                   quick: bool) -> NoReturn:
+    from kvtier.bench.family import FAMILY, Common
+    common = Common(folder(directory, "--directory"), quick, device)
+    _run(lambda: FAMILY[name].measure(common), name, common.settings(), common.directory, json, plot, compare)
+
+
+def _run(measure: Callable[[], Report], name: str, settings: Mapping[str, object], directory: Path | None, json: Path | None,
+         plot: Path | None, compare: Path | None) -> NoReturn:
+    from kvtier.bench.outputs import Outputs
+    outputs = Outputs(json, plot, compare)
+    outputs.check(name, settings, directory)
+    raise typer.Exit(outputs.finish(measure()))

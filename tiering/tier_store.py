@@ -1,0 +1,269 @@
+"""``TierStore``: a tier in one process, for engines that put and fetch whole pages in calls that may wait (design: two ways to attach).
+
+Such an engine (SGLang's storage interface) has threads for these calls alone, which want their pages when a call returns. So there is no
+job that outlives a call, and no stream: the calling thread copies between the host arena and the tensors that come with the call. Keys,
+levels, leases and NVMe are ``TierIndex``'s.
+
+Calls may come from several threads. What fails is a miss: a page that is not there, could not be read, or did not fit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Final, Self
+
+import torch
+
+from kvtier.errors import KVTierError, RequestError
+from kvtier.io.faults import FaultOperation
+from kvtier.io.page_copier import HostPageCopier, PagePlaces, page_runs
+from kvtier.io.shared_arena import SharedArena
+from kvtier.pools.host_arena import HostArena
+from kvtier.pools.page_layout import PageLayout
+from kvtier.tiering import arguments
+from kvtier.tiering.config import TierConfig
+from kvtier.tiering.tier_index import TierIndex
+from kvtier.tiering.tier_pulse import TierPulse
+from kvtier.tiering.tier_worker import LOAD_ATTEMPTS
+from kvtier.types import Level
+
+_log = logging.getLogger(__name__)
+
+JOB_PAGES: Final = 32
+"""Pages that are copied at a time: while some are copied, the next ones are read from NVMe."""
+
+
+class TierStore:
+    """Pages of one process, by content key.
+
+    Args:
+        layout: the pages: of one rank, each page a block. A page's bytes may lie in several pieces; which ones, each call says.
+        config: sizes, thresholds and the NVMe directory, as of ``TierIndex``.
+        model: "name@revision:weights-digest"; needed with an NVMe level.
+        engine_id: names the arena in shared memory; another one for each store on the machine.
+        fingerprint: whatever else the bytes depend on and the keys do not contain.
+        read_timeout: seconds after which :meth:`read` no longer waits for NVMe, or for somebody else's store.
+
+    Attributes:
+        index: ledger, manifest and NVMe I/O.
+
+    Raises:
+        ConfigError: what ``TierIndex`` refuses.
+        RequestError: a layout of more than one rank, or of several pages per block.
+    """
+
+    def __init__(self, layout: PageLayout, config: TierConfig, *, model: str | None = None, engine_id: str, fingerprint: str = "",
+                 read_timeout: float = 5.0) -> None:
+        if layout.ranks != 1 or any(group.pages_per_block != 1 for group in layout.groups):
+            raise RequestError(f"layout={layout.describe()}: a TierStore has the pages of one rank, one in a block")
+        self._timeout = arguments.seconds("read_timeout", read_timeout)
+        self._layout = layout
+        self._faults = config.faults
+        self._numbers = itertools.count()
+        self._is_closed = False
+        self._num_calls = 0
+        self._calls_changed = threading.Condition()
+        self.index = TierIndex(layout, config, model=model, engine_id=engine_id, fingerprint=fingerprint, lookup_timeout=read_timeout)
+        try:
+            self._arena = SharedArena(self.index.plan.arena, rank=0)
+        except BaseException:
+            self.index.close()
+            raise
+        self._places: list[PagePlaces] = []
+        for number, group in enumerate(layout.groups):
+            slots = self._arena.groups[number]
+            assert slots is not None
+            self._places.append(PagePlaces(slots.stride, 0, group.bytes_per_page, 1, slots.slots_per_piece))
+        self._pulse = TierPulse(self._beat, f"kvtier-pulse-{engine_id}")
+        atexit.register(self.close)
+
+    # -- pages -----------------------------------------------------------------------------------------------------------
+
+    def count(self, keys: Sequence[bytes], group: int = 0) -> int:
+        """How many keys from the first on the store has, on whichever level, or is about to have. What of them lies on NVMe begins to be
+        read. Nothing is leased: a later :meth:`read` may find fewer.
+
+        Raises:
+            RequestError: as of ``TierIndex.lookup``.
+        """
+        self.index.prefetch((), group)  # checks the group
+        with self.index.locked() as ledger:
+            known = ledger.allocators[group].warm
+            found = next((place for place, key in enumerate(keys) if key not in known), len(keys))
+        if found:
+            self.index.prefetch(keys[:found], group)
+        return found
+
+    def read(self, keys: Sequence[bytes], tensors: Sequence[torch.Tensor], pages: Sequence[int], group: int = 0) -> int:
+        """Copy pages out of the store, up to the first that is not to be had; verified bytes only.
+
+        Args:
+            keys: of successive pages.
+            tensors: the pieces of a page, each a uint8 tensor ``[num_pages, bytes]`` in host memory, rows contiguous; together the bytes
+                of a page.
+            pages: for each key, the row that it goes to.
+            group: of the layout.
+
+        Returns:
+            how many pages, from the first on, have been filled. Rows behind them may have been written to, with anything.
+
+        Raises:
+            RequestError: keys or tensors that do not fit the layout; nothing has been copied then.
+        """
+        self._check(keys, tensors, pages, group)
+        done = 0
+        with self._request("read") as request_id:
+            copier = HostPageCopier(tensors, self._slots(group))
+            self.index.prefetch(keys, group)
+            for start in range(0, len(keys), self._step(group)):
+                part = list(keys[start:start + self._step(group)])
+                found = self.index.wait_lookup(request_id, part, group, timeout=self._timeout)
+                plan = self.index.plan_load(request_id, part[:found.num_hits], group)
+                count = len(plan.keys)
+                if not count:
+                    break
+                runs = page_runs(self._places[group], pages[start:start + count], plan.slots, 0)
+                is_good = self._carry_out(plan.job_id, group, (), partial(copier.load, runs), LOAD_ATTEMPTS, Level.PRIMARY)
+                self.index.complete(plan.job_id, failed_keys=() if is_good else plan.keys)
+                done += count if is_good else 0
+                if not is_good or count < len(part):
+                    break
+        return done
+
+    def write(self, keys: Sequence[bytes], tensors: Sequence[torch.Tensor], pages: Sequence[int], group: int = 0) -> list[bool]:
+        """Copy pages into the store, as far as there is room; front first. Arguments and errors as of :meth:`read`.
+
+        Returns:
+            for each key, whether the store has it now (or had it before).
+        """
+        self._check(keys, tensors, pages, group)
+        stored = [False] * len(keys)
+        # More than the host level holds would only push out its own head, and what lies behind a gap is of no use.
+        most = min(len(keys), self.index.plan.host_slots[group])
+        with self._request("write") as request_id:
+            copier = HostPageCopier(tensors, self._slots(group))
+            for start in range(0, most, self._step(group)):
+                part = list(keys[start:min(start + self._step(group), most)])
+                plan = self.index.plan_store(request_id, part, group)
+                is_good = True
+                if plan.keys:
+                    rows = [pages[start + position] for position in plan.positions]
+                    runs = page_runs(self._places[group], rows, plan.slots, 0)
+                    is_good = self._carry_out(plan.job_id, group, plan.slots, partial(copier.store, runs), 1, Level.SECONDARY)
+                    is_good = self.index.complete(plan.job_id) == 0 and is_good
+                # Planned ones and known ones alternate up to the last planned one; known ones follow, and then those that were refused.
+                last = plan.positions[-1] + 1 if plan.positions else 0
+                end = last + plan.num_known - (last - len(plan.positions))
+                planned = set(plan.positions)
+                for position in range(end):
+                    stored[start + position] = is_good or position not in planned
+                if end < len(part) or not is_good:
+                    break
+        self._pulse.hurry()
+        return stored
+
+    # -- the whole -------------------------------------------------------------------------------------------------------
+
+    def reset(self, timeout: float = 60.0) -> None:
+        """Forget everything on all levels; errors as of ``TierIndex.reset``."""
+        self.index.reset(timeout)
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Write to NVMe what is only in host memory, as far as half of ``timeout`` seconds suffices, and let go of everything. May be
+        called again."""
+        deadline = time.monotonic() + arguments.seconds("timeout", timeout)
+        with self._calls_changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            is_quiet = self._calls_changed.wait_for(lambda: not self._num_calls, timeout / 4)
+        atexit.unregister(self.close)
+        self._pulse.close(timeout / 4)
+        self.index.flush(timeout / 2)
+        if not is_quiet:
+            _log.warning("tier store: a call still ran after %s s; its memory stays mapped, for it may be in use", timeout / 4)
+            return
+        self.index.close(max(deadline - time.monotonic(), 1.0))
+        self._arena.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # -- inside ----------------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> bool:
+        self.index.poll()
+        return self.index.has_work
+
+    @contextmanager
+    def _request(self, kind: str) -> Iterator[str]:
+        """A request of the index that ends with the call, and its leases with it. The arena stays as long as there is one."""
+        request_id = f"{kind}-{next(self._numbers)}"
+        with self._calls_changed:
+            if self._is_closed:
+                raise KVTierError("this TierStore is closed; make a new one")
+            self._num_calls += 1
+        try:
+            yield request_id
+        finally:
+            self.index.end_request(request_id)
+            with self._calls_changed:
+                self._num_calls -= 1
+                self._calls_changed.notify_all()
+
+    def _carry_out(self, job_id: int, group: int, written: Sequence[int], copy: Callable[[], None], attempts: int, level: Level) -> bool:
+        """Copy here and now, and say so where the index looks. Whether it went well."""
+        board = self._arena.board
+        board.note_begun(0, job_id)
+        is_good = False
+        try:
+            for attempt in range(attempts):
+                try:
+                    if self._faults is not None:
+                        self._faults.before(FaultOperation.COPY, level)
+                    copy()
+                    is_good = True
+                    break
+                except Exception as error:
+                    _log.warning("tier store: copy %d of job %d failed: %s", attempt + 1, job_id, error)
+            if is_good and len(written):
+                board.note_whole(group, written, 0, job_id)
+        finally:
+            board.note_ended(0, job_id)
+        return is_good
+
+    def _step(self, group: int) -> int:
+        return max(1, min(JOB_PAGES, self.index.plan.host_slots[group] // 2))
+
+    def _slots(self, group: int) -> HostArena:
+        slots = self._arena.groups[group]
+        assert slots is not None
+        return slots
+
+    def _check(self, keys: Sequence[bytes], tensors: Sequence[torch.Tensor], pages: Sequence[int], group: int) -> None:
+        self.index.prefetch((), group)  # checks the group
+        arguments.sequence_of("keys", keys)
+        if len(pages) != len(keys):
+            raise RequestError(f"pages: {len(pages)} rows for {len(keys)} keys; pass one for each")
+        width, size = sum(tensor.shape[-1] for tensor in tensors), self._layout.groups[group].bytes_per_page
+        for tensor in tensors:
+            if tensor.dtype != torch.uint8 or tensor.dim() != 2 or tensor.device.type != "cpu" or (
+                    tensor.stride(1) != 1 and tensor.shape[1] > 1):
+                raise RequestError(f"tensors: {tensor.dtype} {list(tensor.shape)} on {tensor.device}; pass uint8 [num_pages, bytes] in "
+                                   "host memory, rows contiguous")
+        if width != size:
+            raise RequestError(f"tensors: a page of {width} bytes; pages of group {group} have {size}")
+        rows = min((tensor.shape[0] for tensor in tensors), default=0)
+        if len(pages) and not 0 <= min(pages) <= max(pages) < rows:
+            raise RequestError(f"pages={list(pages)[:8]}: the tensors have rows 0..{rows - 1}")
