@@ -56,7 +56,8 @@ class TierIndex(TierIndexCore):
     # -- requests --------------------------------------------------------------------------------------------------------
 
     def begin_request(self, request_id: RequestId, *, priority: int | str = DEFAULT_PRIORITY, duration_seconds: float | None = None,
-                      use_nvme: bool = True, read_nvme: bool = True, skip_read: bool = False, skip_write: bool = False) -> None:
+                      use_nvme: bool = True, read_nvme: bool = True, read_host: bool = True, skip_read: bool = False,
+                      skip_write: bool = False) -> None:
         """What holds for this request. Optional: a request that any other call names first begins with these defaults.
 
         Args:
@@ -66,6 +67,8 @@ class TierIndex(TierIndexCore):
             duration_seconds: after which the priority falls back to 35; None: never.
             use_nvme: False: it finds nothing on NVMe, and what it stores stays off NVMe.
             read_nvme: False: it finds nothing on NVMe.
+            read_host: False: it finds nothing in host memory. What is on NVMe, too, is read again from there; its host copy is given up
+                for that, and while others use it, the block is a miss.
             skip_read: all its lookups miss.
             skip_write: it stores nothing.
 
@@ -74,14 +77,15 @@ class TierIndex(TierIndexCore):
         """
         priority = _checked_priority(priority)
         check_duration("duration_seconds", duration_seconds)
-        for name, value in (("use_nvme", use_nvme), ("read_nvme", read_nvme), ("skip_read", skip_read), ("skip_write", skip_write)):
+        for name, value in (("use_nvme", use_nvme), ("read_nvme", read_nvme), ("read_host", read_host), ("skip_read", skip_read),
+                            ("skip_write", skip_write)):
             arguments.truth(name, value)
         _check_request(request_id)
         with self.turn as ledger:
             if request_id in ledger.requests:
                 raise RequestError(f"request {request_id!r}: is active already; end_request or abort it first")
             ledger.requests[request_id] = KeyRequest(request_id, len(ledger.allocators), priority, duration_seconds or 0.0, use_nvme,
-                                                     not skip_read, not skip_write, read_nvme)
+                                                     not skip_read, not skip_write, read_nvme, read_host)
 
     def end_request(self, request_id: RequestId) -> None:
         """The request is over: its leases end, its reads from NVMe that have not begun are not begun. Jobs in flight go on until they

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,46 @@ def test_content_kept_off_nvme_never_reaches_it_and_a_request_kept_off_it_finds_
         assert rig.look_up(keys(2, prompt=1)) == 2
 
 
+def test_a_request_is_served_by_the_levels_it_asks_for_and_no_other(tmp_path: Path) -> None:
+    with TierRig(**on_nvme(tmp_path)) as rig:
+        rig.store(keys(2))
+        assert rig.index.flush(10)
+        rig.index.begin_request("private", use_nvme=False)
+        rig.store(keys(2, prompt=1), request="private")
+        rig.index.begin_request("not from host", read_host=False)
+        assert rig.look_up(keys(2, prompt=1), request="not from host") == 0, "it is in host memory only"
+        assert set(rig.load(keys(2), request="not from host").levels) == {Level.NVME}, "it is read again"
+        assert rig.index.stats().hit_blocks.secondary == 0
+        assert set(rig.load(keys(2), request="usual").levels) == {Level.SECONDARY}, "and is in host memory again"
+        rig.index.begin_request("neither", read_host=False, read_nvme=False)
+        assert rig.look_up(keys(2), request="neither") == 0
+        for request in ("writer", "private", "not from host", "usual", "neither"):
+            rig.index.end_request(request)
+        rig.index.verify()
+        assert rig.index.stats().leases == 0
+
+
+def test_what_others_use_in_host_memory_is_not_taken_from_them_and_who_wants_it_from_nvme_only_misses_it(tmp_path: Path) -> None:
+    with TierRig(**on_nvme(tmp_path)) as rig:
+        rig.store(keys(2))
+        assert rig.index.flush(10)
+        assert rig.look_up(keys(1), request="user") == 1
+        rig.index.begin_request("not from host", read_host=False)
+        assert rig.states(keys(2), request="not from host") == [KeyState.MISS, KeyState.RETRY]
+        assert rig.load(keys(1), request="user").levels == (Level.SECONDARY,)
+
+
+def test_two_requests_that_want_a_block_from_nvme_only_share_one_read(tmp_path: Path) -> None:
+    with TierRig(**on_nvme(tmp_path, faults="nvme.read.delay=1.0:50ms")) as rig:
+        rig.store(keys(1))
+        assert rig.index.flush(10)
+        for name in ("one", "two"):
+            rig.index.begin_request(name, read_host=False)
+            assert rig.states(keys(1), request=name) == [KeyState.RETRY]
+        assert [rig.load(keys(1), request=name).levels for name in ("one", "two")] == [(Level.NVME,)] * 2
+        assert rig.index.stats().promoted_blocks == 1
+
+
 def test_prefetch_raises_blocks_without_a_lease(tmp_path: Path) -> None:
     with TierRig(**on_nvme(tmp_path, secondary="4 blocks")) as rig:
         rig.store(keys(4))
@@ -340,6 +381,20 @@ def test_close_is_bounded_and_may_be_repeated(tmp_path: Path) -> None:
     until(lambda: rig.index.close(timeout=0.3) or rig.index._everything_let_go)
     with pytest.raises(KVTierError, match="closed"):
         rig.index.lookup("reader", keys(1))
+
+
+def test_close_lets_go_of_the_arena_at_once_also_where_the_index_lives_on(tmp_path: Path) -> None:
+    gc.disable()  # the memory of a host level must not depend on when it comes by
+    try:
+        with TierRig(**on_nvme(tmp_path, secondary="4 blocks")) as rig:
+            rig.store(keys(4))
+            assert rig.index.flush(10)
+            rig.store(keys(4, prompt=1))
+            assert set(rig.load(keys(4)).levels) == {Level.NVME}
+            assert str(rig.index.arena_path) in Path("/proc/self/maps").read_text()
+        assert str(rig.index.arena_path) not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------------

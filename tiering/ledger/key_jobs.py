@@ -53,8 +53,8 @@ class KeyRequest:
     """One request of the engine.
 
     Attributes:
-        priority, duration, use_nvme, reads, writes: what holds for it. reads_nvme: it may find blocks on NVMe; use_nvme: what it stores may
-            reach it.
+        priority, duration, use_nvme, reads, writes: what holds for it. reads_nvme: it may find blocks on NVMe; reads_host: in host memory;
+            use_nvme: what it stores may reach NVMe.
         leases: by group, the blocks it holds by key, in the order in which it found them.
         from_nvme: by group, those of these keys that it found on NVMe.
         answers: by group, the last answer.
@@ -64,16 +64,18 @@ class KeyRequest:
     """
 
     __slots__ = ("answers", "deadline", "duration", "from_nvme", "id", "is_late", "leases", "num_batches", "priority", "reads",
-                 "reads_nvme", "use_nvme", "used", "writes")
+                 "reads_host", "reads_nvme", "use_nvme", "used", "writes")
 
     def __init__(self, request_id: RequestId, num_groups: int, priority: int = DEFAULT_PRIORITY, duration: float = 0.0,
-                 use_nvme: bool = True, reads: bool = True, writes: bool = True, reads_nvme: bool = True) -> None:
+                 use_nvme: bool = True, reads: bool = True, writes: bool = True, reads_nvme: bool = True,
+                 reads_host: bool = True) -> None:
         self.id: Final = request_id
         self.priority = priority
         self.duration = duration
         self.use_nvme = use_nvme
         self.reads = reads
         self.reads_nvme = reads_nvme and use_nvme
+        self.reads_host = reads_host
         self.writes = writes
         self.leases: list[dict[bytes, Block]] = [{} for _ in range(num_groups)]
         self.from_nvme: list[set[bytes]] = [set() for _ in range(num_groups)]

@@ -146,6 +146,22 @@ class KeyedLevel(FileLevel):
                     unusable += 1
         return unusable
 
+    def comes_from_nvme(self, block: Block) -> bool:
+        """Of a block in host memory: whether it is on its way from NVMe, or could be read from there again because nobody uses it."""
+        if block.num_tokens != WHOLE:
+            return self.is_busy(block)
+        copy = block.nvme_backing
+        return block.queue != NOT_QUEUED and copy is not None and copy.num_tokens == WHOLE and not self.is_busy(copy)
+
+    def leave_to_nvme(self, block: Block) -> None:
+        """Give up the host copy of such a block."""
+        copy = block.nvme_backing
+        assert copy is not None
+        self.queues.claim(block)
+        copy.leave_owner()
+        self.queues.claim(copy)
+        self.queues.add_empty_first(self._swap_down(block, copy), SECONDARY)
+
     # -- losing ----------------------------------------------------------------------------------------------------------
 
     def drop(self, block: Block) -> None:

@@ -265,6 +265,17 @@ def test_a_requests_wishes_reach_the_tier(rig: Rig) -> None:
     assert rig.look(again, rig.key(0)) is rig.state.HIT
 
 
+@pytest.mark.parametrize(("mediums", "found"), [((), "MISS"), (("CPU",), "HIT"), (("STORAGE",), "MISS"), (("CPU", "STORAGE"), "HIT")])
+def test_a_request_is_served_by_the_tiers_it_names(rig: Rig, mediums: tuple[str, ...], found: str) -> None:
+    from vllm.v1.kv_offload import base
+    rig.store(rig.request("usual"), [rig.key(0)], [0, 1], [2, 0], [0, 0])  # there is no NVMe level
+    chosen = tuple(base.Medium(medium) for medium in mediums)
+    tiers = base.TierFilter(tuple(map(base.TierMatcher, chosen)) if hasattr(base, "TierMatcher") else chosen)  # the double is simpler
+    context = rig.context("choosy", None, load_tier_filter=tiers)
+    rig.manager.on_new_request(context)
+    assert rig.look(context, rig.key(0)).name == found
+
+
 def test_events_and_metrics_speak_vllms_language(rig: Rig) -> None:
     context = rig.request("one")
     rig.store(context, [rig.key(0), rig.key(1, group=1)], [0, 1, 2, 3], [2, 2], [0, 0])

@@ -83,6 +83,7 @@ class OffloadingEvent:
     medium: Medium
     removed: bool
     locality: Locality | None = None
+    ownership: str | None = None
     removal_expected: bool = False
 
 
@@ -136,7 +137,7 @@ class OffloadingMetricMetadata:
     buckets: tuple[float, ...] | None = None
 
 
-BASE = (LookupResult, Medium, Locality, ReqContext, LoadStoreSpec, GPULoadStoreSpec, PrepareStoreOutput, OffloadingEvent,
+BASE = (LookupResult, Medium, Locality, TierFilter, ReqContext, LoadStoreSpec, GPULoadStoreSpec, PrepareStoreOutput, OffloadingEvent,
         RequestOffloadingContext, ScheduleEndContext, TransferResult, OffloadingManager, OffloadingWorker, OffloadingMetricMetadata)
 ADAPTER = ("vllm_manager", "vllm_metrics", "vllm_worker")
 

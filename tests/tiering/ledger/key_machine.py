@@ -64,6 +64,7 @@ class KeyMachine(RuleBasedStateMachine):
         record = self.ledger.request(request)
         if self.ledger.state(record, group, key) == HIT:
             assert key in self.known(group, SECONDARY)
+            assert record.reads_host or key in record.from_nvme[group], "a level that was not asked for has served"
         self.ledger.start_reads()
 
     @rule(request=requests, group=groups, keys=prompts)
@@ -87,6 +88,11 @@ class KeyMachine(RuleBasedStateMachine):
     def choose(self, request: str | int, use_nvme: bool, reads_nvme: bool, reads: bool, writes: bool) -> None:
         record = self.ledger.request(request)
         record.use_nvme, record.reads_nvme, record.reads, record.writes = use_nvme, reads_nvme, reads, writes
+
+    @rule(request=requests)
+    def want_nothing_from_host_memory(self, request: str | int) -> None:
+        self.ledger.end_request(request)  # what it has leased from there would be served
+        self.ledger.request(request).reads_host = False
 
     @rule(request=requests)
     def end(self, request: str | int) -> None:
