@@ -14,9 +14,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvtier.bench.measure import Alternative, Interleaved, Spread
 from kvtier.bench.nvme import working_folder
@@ -76,6 +76,22 @@ class ServePlan:
         if quick:
             return cls((1,), Shape(1, 32, 1, 2), 4, 5, KINDS[1:], trace, block, speed, 40, more_engines, 0)
         return cls(trace=trace, block=block, speed=speed, more_engines=more_engines)
+
+    def changed(self, kinds: str | None, at_once: str | None, users: int | None, rounds: int | None, shape: str | None) -> ServePlan:
+        """With what was given instead, as on a command line: names and numbers with commas between. ConfigError for what is none."""
+        change: dict[str, Any] = {key: value for key, value in (("users", users), ("rounds", rounds)) if value is not None}
+        if kinds is not None:
+            change["kinds"] = tuple(kinds.split(","))
+            if not set(change["kinds"]) <= set(KINDS):
+                raise ConfigError(f"--points {kinds}: the points are {', '.join(KINDS)}; separate them with commas")
+        try:
+            if at_once is not None:
+                change["at_once"] = tuple(int(number) for number in at_once.split(","))
+            if shape is not None:
+                change["shape"] = Shape(*(int(number) for number in shape.split(",")))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"--at-once {at_once}, --shape {shape}: whole numbers with commas between, of a shape four") from error
+        return replace(self, **change)
 
     def arms(self, kind: str) -> tuple[str, ...]:
         """Who takes turns, the ceiling first. Where nobody comes back there is nothing that others could reuse."""

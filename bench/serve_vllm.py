@@ -104,7 +104,7 @@ class VllmServer:
                                          cwd=tempfile.gettempdir())
         try:
             self._wait_until_up()
-            self._http = HttpEngine(f"http://127.0.0.1:{port}")
+            self._http = HttpEngine(f"http://127.0.0.1:{port}", probe_seconds=ANSWER_SECONDS)
         except BaseException:
             self.close()
             raise

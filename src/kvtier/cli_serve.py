@@ -35,6 +35,15 @@ def bench_serve(engine: Annotated[ServedBy, typer.Option(help="Whose engine serv
                     "default with transformers, unless --quick.")] = None,
                 text: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False,
                                                           help="Text of the prompts; Python's language reference by default.")] = None,
+                points: Annotated[str | None, typer.Option(metavar="KINDS", show_default=False,
+                                                           help='Which points, of "none,returning,restart".')] = None,
+                at_once: Annotated[str | None, typer.Option(metavar="N,...", show_default=False,
+                                                            help="Requests in flight, one point for each.")] = None,
+                users: Annotated[int | None, typer.Option(show_default=False, help="Of a round, at least.")] = None,
+                rounds: Annotated[int | None, typer.Option(show_default=False, help="Recorded at each point.")] = None,
+                shape: Annotated[str | None, typer.Option(
+                    metavar="SHARED,TURN,ANSWER,TURNS", show_default=False,
+                    help="Of conversations: tokens that all begin with, of a user's turn, of an answer; turns.")] = None,
                 json: JsonFile = None, plot: PlotFile = None, compare: CompareWith = None, quick: Quick = False) -> None:
     """Time to first token, throughput and hits of a served workload, with the tier beside the engine alone."""
     from kvtier.bench.outputs import Outputs
@@ -51,5 +60,5 @@ def bench_serve(engine: Annotated[ServedBy, typer.Option(help="Whose engine serv
         from kvtier.bench.serve_transformers import TransformersMaker
         maker = TransformersMaker(model, device)
     further = engine is ServedBy.TRANSFORMERS and not quick if more_engines is None else more_engines
-    plan = ServePlan.usual(quick, trace, block, speed, further)
+    plan = ServePlan.usual(quick, trace, block, speed, further).changed(points, at_once, users, rounds, shape)
     raise typer.Exit(outputs.finish(measure_serve(maker, engine.value, plan, place, quick, text)))

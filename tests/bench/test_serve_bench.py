@@ -249,3 +249,14 @@ def test_only_rows_of_points_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert not plot_report(tmp_path / "plot.png", "title", [])
     assert plot_report(tmp_path / "plot.png", "title", [row])
+
+
+def test_a_plan_takes_what_is_given_on_the_command_line_and_refuses_what_is_none() -> None:
+    plan = ServePlan().changed("none,restart", "2,8", 5, None, "100,20,4,2")
+    assert (plan.kinds, plan.at_once, plan.users, plan.rounds, plan.shape) == (("none", "restart"), (2, 8), 5, ServePlan().rounds,
+                                                                              Shape(100, 20, 4, 2))
+    assert ServePlan().changed(None, None, None, None, None) == ServePlan()
+    for wrong in (("nobody", None, None), ("", None, None), (None, "two", None), (None, "", None), (None, None, "1,2,3"),
+                  (None, None, "1,2,3,4,5"), (None, None, "1,2,x,4")):
+        with pytest.raises(ConfigError, match=r"--points|--at-once"):
+            ServePlan().changed(wrong[0], wrong[1], None, None, wrong[2])
