@@ -124,9 +124,12 @@ class BlockExporter:
                     ended.append(EndedHandover(ticket, self.folder.now() <= ticket.deadline))
         return ended
 
-    def withdraw(self, ticket: HandoverTicket) -> bool:
-        """Take a handover back, as far as nobody has taken it. False when somebody has, or is about to."""
-        own = [piece for piece in ticket.pieces if piece.file and piece.rank == self.shard.rank]
+    def withdraw(self, ticket: HandoverTicket | str | bytes) -> bool:
+        """Take a handover back, as far as nobody has taken it. False when somebody has, or is about to.
+
+        RequestError for what is no ticket.
+        """
+        own = [piece for piece in HandoverTicket.read(ticket).pieces if piece.file and piece.rank == self.shard.rank]
         if not own or not self.folder.remove(own[0].file):
             return False
         with self._lock:

@@ -102,11 +102,7 @@ class BlockImporter:
             RequestError: no ticket, a damaged one, or pieces of some exporting ranks are missing (``HandoverTicket.joined``).
             ConfigError: of another model, dtype, block size or layers than this cache. Nothing has changed, on either side.
         """
-        if isinstance(ticket, str | bytes):
-            ticket = HandoverTicket.from_json(ticket)
-        if not isinstance(ticket, HandoverTicket):
-            raise RequestError(f"ticket={ticket!r}: pass a HandoverTicket, or what its to_json() gave")
-        ticket.check()
+        ticket = HandoverTicket.read(ticket)
         require_same_content(self.shard.content, ticket.content)
         if len(ticket.positions) != len(self._geometries):
             raise RequestError(f"ticket: positions of {len(ticket.positions)} groups; this cache has {len(self._geometries)}")
@@ -125,10 +121,14 @@ class BlockImporter:
                 self._offers[ticket.pieces] = ticket
         return True
 
-    def decline(self, ticket: HandoverTicket) -> None:
-        """Forget a ticket. Its blocks stay where they are: for another process, or until their deadline."""
+    def decline(self, ticket: HandoverTicket | str | bytes) -> None:
+        """Forget a ticket. Its blocks stay where they are: for another process, or until their deadline.
+
+        RequestError for what is no ticket.
+        """
+        pieces = HandoverTicket.read(ticket).pieces
         with self._lock:
-            self._offers.pop(ticket.pieces, None)
+            self._offers.pop(pieces, None)
 
     def poll(self) -> int:
         """Forget tickets whose deadline has passed, and remove files that nobody will want any more. Now and then, once per step for
