@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from kvtier.errors import CapacityError
+from kvtier.policies.eviction import GRADE_LISTS
 from kvtier.tiering.ledger.group import FULL, GroupSpec
 from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.ledger import Ledger
@@ -19,6 +21,27 @@ def test_with_equal_weights_a_history_changes_nothing(seed: int) -> None:
     """A run of blocks that are taken at once ends where a block of another grade would be next. (Seeds for which it once did not.)"""
     without, with_history = (_hits(seed, LedgerRules(policy="lru", history_stride=1, nvme_min_uses=uses)) for uses in (0, 1))
     assert without == with_history
+
+
+def test_a_prompt_asked_for_under_one_salt_or_adapter_is_new_under_another() -> None:
+    ledger = Ledger([GroupSpec((8, 0, 0), FULL)], 4, LedgerRules(policy="seen-first", history_stride=1))
+    for number in range(3):  # until something has had to go
+        _serve(ledger, [number] * 30)
+    tokens = list(range(100, 117))
+    assert _serve(ledger, tokens, cache_salt="a") == [0] * 4
+    _serve(ledger, [7] * 30)
+    assert _serve(ledger, tokens, cache_salt="a") == [GRADE_LISTS[1]] * 4, "given up meanwhile, and remembered"
+    for keywords in ({"cache_salt": "b"}, {"lora_id": 1}, {}):
+        assert _serve(ledger, tokens, **keywords) == [0] * 4
+
+
+def _serve(ledger: Ledger, tokens: list[int], **keywords: Any) -> list[int]:
+    """A whole request. Returns the grades of its full blocks."""
+    ledger.add_sequences([Request(1, tokens, **keywords)])
+    ledger.mark_computed(1, len(tokens))
+    grades = [block.grade_list for block in ledger.sequence(1).rows[0].blocks[:(len(tokens) - 1) // 4]]
+    ledger.remove_sequence(1, True)
+    return grades
 
 
 def _hits(seed: int, rules: LedgerRules) -> list[tuple[int, int]]:
