@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
@@ -113,6 +113,7 @@ def test_every_list_is_of_one_kind() -> None:
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.sampled_from((LRU, HALVING, SEEN_FIRST, (3, 2, 5))))
+@example([1, 1, 0], HALVING)  # the second and the third are equal: the lower grade goes
 def test_a_lists_turn_ends_where_another_grades_begins(grades: list[int], weights: tuple[int, int, int]) -> None:
     queues, _records = queued(*grades)
     queues.weights = weights
