@@ -5,17 +5,20 @@ They belong to the open file and not to the process, so that two parts may be he
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
 
 
 def lock_byte(file: int, number: int) -> bool:
-    """Take the byte for as long as the file is open; False when another open file has it."""
+    """Take the byte for as long as the file is open; False when another open file has it. OSError where there are no locks."""
     try:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, _bytes_of(fcntl.F_WRLCK, number))
-    except OSError:
-        return False
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
     return True
 
 

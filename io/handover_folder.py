@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import math
 import os
 import re
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -25,8 +27,11 @@ from typing import Final
 
 from kvtier.errors import CapacityError, ConfigError, TransferError
 from kvtier.io.byte_locks import is_locked, lock_byte, unlock_byte
+from kvtier.io.store_directory import expand
 from kvtier.pools.host_memory import host_memory
 from kvtier.pools.sizing import SizeKind, format_bytes, parse_size
+
+logger = logging.getLogger(__name__)
 
 WRITER: Final = 0
 """Bytes whose locks say who uses a file: its writer; whoever looks at its state or changes it; and from here on one for each rank that
@@ -46,7 +51,8 @@ class HandoverFolder:
     """A folder that an exporting and an importing process share.
 
     Args:
-        directory: made when it is missing; only files of handovers in it are ever touched.
+        directory: made when it is missing, also later; only files of handovers in it are ever touched. ``~`` and ``$VARS`` are filled
+            in.
         capacity: most that lies in it at a time, a size in bytes ("64GiB").
         clock: wall-clock seconds, the same in all processes; for tests.
 
@@ -54,25 +60,28 @@ class HandoverFolder:
         directory: the folder.
 
     Raises:
-        ConfigError: it cannot be made or written, belongs to another user, or ``capacity`` is no size in bytes.
+        ConfigError: it cannot be made or written, belongs to another user, names a variable or user that there is not, or ``capacity`` is
+            no size in bytes.
     """
 
     def __init__(self, directory: str | Path, capacity: str, clock: Callable[[], float] = time.time) -> None:
         size = parse_size(capacity, "capacity")
         if size.kind is not SizeKind.BYTES or size.amount < 1:
             raise ConfigError(f"capacity={capacity!r}: the folder of handovers has a size in bytes, for example capacity=\"64GiB\"")
-        self.directory = Path(directory)
+        if not isinstance(directory, str | Path):
+            raise ConfigError(f"directory={directory!r}: give the path of a folder, as text or pathlib.Path")
+        self.directory = expand(directory, "directory")
         self.capacity_bytes = int(size.amount)
         self._clock = clock
-        self._is_memory = self.directory.parent == _SHARED_MEMORY
+        self._is_memory = _SHARED_MEMORY in self.directory.parents
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = os.stat(self.directory)
         except OSError as error:
             raise ConfigError(f"directory={str(directory)!r}: {error.strerror}; give a folder that can be written") from error
-        if found.st_uid != os.getuid() or not os.access(self.directory, os.W_OK | os.X_OK):
-            raise ConfigError(f"directory={str(directory)!r}: belongs to user {found.st_uid}, this process is user {os.getuid()}; give a "
-                              "folder of its own")
+        if found.st_uid != os.getuid() or not os.access(self.directory, os.R_OK | os.W_OK | os.X_OK):
+            raise ConfigError(f"directory={str(directory)!r}: belongs to user {found.st_uid}, mode {stat.filemode(found.st_mode)}; this "
+                              f"process is user {os.getuid()}, give a folder of its own that it may read and write")
         self.collect()
 
     @classmethod
@@ -80,11 +89,14 @@ class HandoverFolder:
         """A folder of this name in shared memory: host memory that lasts until a handover has ended, or its deadline.
 
         Raises:
-            ConfigError: as above; a name that is no simple file name (64 letters, digits, ``._-``).
+            ConfigError: as above; a name that is no simple file name (64 letters, digits, ``._-``), or is that of a link.
         """
         if not isinstance(name, str) or not _FOLDER.fullmatch(name):
             raise ConfigError(f"name={name!r}: it names a folder in {_SHARED_MEMORY}; use up to 64 letters, digits, '.', '_' and '-'")
-        return cls(_SHARED_MEMORY / f"kvtier-handover-{name}", capacity, clock)
+        directory = _SHARED_MEMORY / f"kvtier-handover-{name}"
+        if directory.is_symlink():  # everybody may write there
+            raise ConfigError(f"name={name!r}: {directory} is a link, which may lead anywhere; remove it, or use another name")
+        return cls(directory, capacity, clock)
 
     # -- writing ---------------------------------------------------------------------------------------------------------
 
@@ -142,15 +154,23 @@ class HandoverFolder:
         return match is None or self._clock() * 1000 > int(match[2])
 
     def has(self, name: str) -> bool:
-        """Whether the file is still there, so that nobody has taken all of it."""
-        return os.path.lexists(self.directory / name)
+        """Whether the file is still there, so that nobody has taken all of it; also while that cannot be seen."""
+        try:
+            os.lstat(self.directory / name)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return True
 
     def now(self) -> float:
         """Wall-clock seconds, as deadlines count."""
         return self._clock()
 
     def remove(self, name: str) -> bool:
-        """Remove a file that nobody is reading or writing. False when it was gone, or somebody is."""
+        """Remove a file that nobody is reading or writing. False when it was gone, somebody is, or it can be no file of ours."""
+        if not _NAME.fullmatch(name):
+            return False
         with suppress(OSError, TransferError):  # gone meanwhile, or somebody is looking at it now
             file = os.open(self.directory / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -166,9 +186,14 @@ class HandoverFolder:
     def collect(self) -> int:
         """Remove files whose deadline has passed, and those whose writers were killed. Not while somebody reads or writes them.
 
-        Returns how many there were.
+        Returns how many there were. What cannot be seen or removed now is left for the next time.
         """
-        return sum(self.remove(name) for name in self._names() if name.endswith(".part") or self.is_over(name))
+        try:
+            names = self._names()
+        except TransferError as error:
+            logger.warning("old handovers are left for later: %s", error)
+            return 0
+        return sum(self.remove(name) for name in names if name.endswith(".part") or self.is_over(name))
 
     @property
     def used_bytes(self) -> int:
@@ -184,6 +209,8 @@ class HandoverFolder:
     def _names(self) -> list[str]:
         try:
             return sorted(name for name in os.listdir(self.directory) if _NAME.fullmatch(name))
+        except FileNotFoundError:
+            return []  # the folder was deleted with all that was in it; the next file makes it again
         except OSError as error:
             raise TransferError(f"{self.directory}: {error.strerror}") from error
 
@@ -192,10 +219,11 @@ class HandoverFolder:
             file = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 os.ftruncate(file, num_bytes)  # what it will take counts from here on
-                # Somebody who collects before it is locked takes it for a dead writer's.
-                if lock_byte(file, WRITER) and os.fstat(file).st_nlink:
-                    return file
-            except OSError:
+                # Somebody who collects before it is locked takes it for a dead writer's, and must not see it so while it becomes ours.
+                with turn(file):
+                    if lock_byte(file, WRITER) and os.fstat(file).st_nlink:
+                        return file
+            except (OSError, TransferError):
                 self.unlink(name)
                 os.close(file)
                 raise
@@ -217,7 +245,7 @@ class HandoverFolder:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Nobody else makes files here meanwhile: two that each fit might not fit together."""
-        folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        folder = self._open_folder()
         try:
             deadline = time.monotonic() + _TURN_SECONDS
             while True:
@@ -232,6 +260,18 @@ class HandoverFolder:
         finally:
             os.close(folder)
 
+    def _open_folder(self) -> int:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        try:
+            folder = os.open(self.directory, flags)
+        except FileNotFoundError:  # it was deleted: shared memory is, by some systems, when its user logs out
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = os.open(self.directory, flags)
+        if os.fstat(folder).st_uid != os.getuid():
+            os.close(folder)
+            raise TransferError(f"{self.directory}: it belongs to another user now; remove it")
+        return folder
+
     def unlink(self, name: str) -> None:
         """Remove a file, whoever uses it. It stays usable to those who have it open."""
         with suppress(OSError):
@@ -240,12 +280,18 @@ class HandoverFolder:
 
 @contextmanager
 def turn(file: int, timeout: float = _TURN_SECONDS) -> Iterator[None]:
-    """Nobody else looks at the file's state or changes it meanwhile. TransferError when others keep their turn for ``timeout`` seconds."""
+    """Nobody else looks at the file's state or changes it meanwhile.
+
+    TransferError when others keep their turn for ``timeout`` seconds, or its file system has no locks.
+    """
     deadline = time.monotonic() + timeout
-    while not lock_byte(file, TURN):
-        if time.monotonic() >= deadline:
-            raise TransferError(f"a handed over file has been locked by another process for {timeout:.0f} s")
-        time.sleep(_PAUSE)
+    try:
+        while not lock_byte(file, TURN):
+            if time.monotonic() >= deadline:
+                raise TransferError(f"a handed over file has been locked by another process for {timeout:.0f} s")
+            time.sleep(_PAUSE)
+    except OSError as error:
+        raise TransferError(f"a handed over file cannot be locked: {error.strerror}; use a folder on a file system with locks") from error
     try:
         yield
     finally:

@@ -204,15 +204,15 @@ def occupied_bytes(directory: Path) -> int:
         raise ConfigError(f"{directory}: cannot be looked into ({error.strerror}); choose a folder that this user may use") from error
 
 
-def expand(directory: str | Path) -> Path:
-    """The absolute path with ``~`` and ``$VARS`` filled in.
+def expand(directory: str | Path, setting: str = "nvme_directory") -> Path:
+    """The absolute path with ``~`` and ``$VARS`` filled in. ``setting``: whose value it is.
 
     Raises:
         ConfigError: a variable is not set or the user is unknown: such a name is never taken literally.
     """
     text = os.path.expanduser(os.path.expandvars(str(directory)))
     if not text or "$" in text or text.startswith("~") or "\0" in text:
-        raise ConfigError(f"nvme_directory={str(directory)!r}: empty, or it names a variable or user that does not exist; "
+        raise ConfigError(f"{setting}={str(directory)!r}: empty, or it names a variable or user that does not exist; "
                           "set the variable or write the path out")
     return Path(os.path.abspath(text))
 

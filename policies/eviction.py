@@ -240,6 +240,28 @@ class EvictionQueues:
                     worst = head
         return worst
 
+    def last_turn(self, head: ListHead) -> int:
+        """The stamp up to which the records of a list, from whose front one is to go next, go before those of all other grades."""
+        first = head.grades[0]
+        if first.content == head.length:
+            return int(self.next_stamp)
+        least: i64 = 0
+        own: i64 = 1
+        is_behind = False
+        for grade in range(NUM_GRADES):
+            other = first.grades[grade]
+            weight: i64 = self.weights[grade]
+            if other is head:
+                own = weight
+                is_behind = True
+            elif other.length > 0:
+                age = (self.next_stamp - other.next.stamp) * weight
+                if not is_behind:
+                    age += 1  # of two that are equal the lower grade goes
+                if age > least:
+                    least = age
+        return int(self.next_stamp - (least + own - 1) // own)
+
     def front(self, level: int) -> QueueRecord | None:
         """The handle that would be taken next at this level; it stays queued. None when nothing can be taken."""
         head = self.front_list(level)

@@ -58,11 +58,12 @@ class UseHistory:
         self._uses = 0
         self._requests: i64 = 0
 
-    def observe(self, parts: list[bytes]) -> list[int]:
+    def observe(self, parts: list[bytes], start: int = 0) -> list[int]:
         """A request uses a prompt.
 
         Args:
             parts: the content of every ``stride``-th block, in prompt order.
+            start: 32 bits that tell apart prompts of equal parts that are not the same.
 
         Returns:
             The grade of the blocks up to each of these.
@@ -73,7 +74,7 @@ class UseHistory:
         young = self._young
         below = self._sampled_below
         checksum: Any = crc32  # looked up once; what it returns stays an object, as the dictionaries want it
-        key: object = 0
+        key: object = start
         uses = 1  # of what comes before: behind a new part there is nothing known
         for part in parts:
             key = checksum(part, key)

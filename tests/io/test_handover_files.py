@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import multiprocessing
 import os
+import shutil
 import signal
+import stat
 import threading
 import uuid
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -225,6 +230,141 @@ def test_files_of_others_are_left_alone(folder: HandoverFolder, clock: Clock) ->
     assert len(files(folder)) == 3
     for name in ("../../etc/passwd", "notes.txt", ""):
         assert folder.open(name) is None
+
+
+def test_only_handovers_are_removed_whatever_name_is_given(folder: HandoverFolder, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    for path in (outside, folder.directory / "notes.txt"):
+        path.touch()
+    for name in (str(outside), os.path.relpath(outside, folder.directory), "notes.txt", "", "\0"):
+        assert not folder.remove(name)
+    assert outside.exists()
+    assert files(folder) == ["notes.txt"]
+
+
+def test_who_looks_while_a_file_is_made_does_not_remove_it_from_under_its_writer(folder: HandoverFolder,
+                                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody has seen that nobody holds the new file, and its writer takes it before it is removed."""
+    seen, held = threading.Event(), threading.Event()
+    is_locked, truncate, create = handover_folder.is_locked, os.ftruncate, folder._create
+    collector = threading.Thread(target=folder.collect)
+
+    def looks(file: int, number: int, count: int = 1) -> bool:
+        found = is_locked(file, number, count)
+        if number == handover_folder.FIRST_READER and not seen.is_set():
+            seen.set()
+            held.wait(0.3)
+        return found
+
+    def created(*arguments: Any) -> int:
+        file = create(*arguments)
+        held.set()
+        collector.join(30)
+        return file
+
+    def made(file: int, size: int) -> None:
+        truncate(file, size)
+        if not seen.is_set():
+            collector.start()
+            assert seen.wait(30)
+
+    monkeypatch.setattr(handover_folder, "is_locked", looks)
+    monkeypatch.setattr(folder, "_create", created)
+    monkeypatch.setattr(handover_folder.os, "ftruncate", made)
+    name, _digest = hand_over(folder)
+    assert files(folder) == [name]
+
+
+def test_a_file_system_without_locks_is_an_error_at_once(folder: HandoverFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, digest = hand_over(folder)
+    control = fcntl.fcntl
+
+    def refuse(file: int, command: int, argument: bytes) -> bytes:
+        if command == fcntl.F_OFD_SETLK:
+            raise OSError(errno.ENOLCK, "No locks available")
+        return control(file, command, argument)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtier.io.byte_locks.fcntl.fcntl", refuse)
+        with pytest.raises(TransferError, match="No locks available"):
+            hand_over(folder)
+        with pytest.raises(TransferError, match="No locks available"):
+            reader(folder, name, digest)
+        assert folder.collect() == 0
+    assert files(folder) == [name]
+
+
+def test_a_folder_that_was_deleted_is_an_empty_one_and_made_again(folder: HandoverFolder) -> None:
+    name, digest = hand_over(folder)
+    shutil.rmtree(folder.directory)
+    assert folder.collect() == 0
+    assert folder.used_bytes == 0
+    with pytest.raises(PieceGone):
+        reader(folder, name, digest)
+    name, digest = hand_over(folder)
+    assert stat.S_IMODE(folder.directory.stat().st_mode) == 0o700
+    reader(folder, name, digest).acknowledge()
+
+
+def test_a_deleted_folder_that_cannot_be_made_again_is_an_error_of_that_handover(tmp_path: Path) -> None:
+    folder = HandoverFolder(tmp_path / "above" / "handover", "1MiB")
+    shutil.rmtree(tmp_path / "above")
+    (tmp_path / "above").touch()
+    assert folder.collect() == 0
+    with pytest.raises(TransferError, match="above"):
+        hand_over(folder)
+
+
+def test_a_folder_that_became_somebody_elses_is_not_written(folder: HandoverFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover_folder.os, "getuid", lambda: os.geteuid() + 1)
+    with pytest.raises(TransferError, match="another user"):
+        hand_over(folder)
+    assert files(folder) == []
+
+
+def test_a_folder_that_cannot_be_looked_into_is_looked_into_later(folder: HandoverFolder, monkeypatch: pytest.MonkeyPatch,
+                                                                 clock: Clock) -> None:
+    name, _digest = hand_over(folder)
+    clock.now += LIFETIME + 1
+
+    def fail(*_arguments: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(handover_folder.os, "listdir", fail)
+        patch.setattr(handover_folder.os, "lstat", fail)
+        assert folder.collect() == 0
+        assert folder.has(name), "nothing says that it was taken"
+    assert folder.collect() == 1
+    assert not folder.has(name)
+
+
+@pytest.mark.parametrize("directory", [None, 5, "", "$KV_TEST_NOWHERE/x", "~nobody-of-this-name/x", "a\0b"])
+def test_a_directory_that_is_none_is_refused(directory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KV_TEST_NOWHERE", raising=False)
+    with pytest.raises(ConfigError, match="directory="):
+        HandoverFolder(directory, "1MiB")
+
+
+def test_home_and_variables_in_a_directory_are_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("KV_TEST_PLACE", "here")
+    monkeypatch.chdir(tmp_path)
+    assert HandoverFolder("~/$KV_TEST_PLACE", "1MiB").directory == tmp_path / "here"
+    assert HandoverFolder("relative", "1MiB").directory == tmp_path / "relative"
+
+
+def test_a_link_in_shared_memory_is_not_followed(tmp_path: Path) -> None:
+    """Anybody can make one there, to a folder of somebody else."""
+    name = f"test-{uuid.uuid4().hex}"
+    link = Path("/dev/shm") / f"kvtier-handover-{name}"
+    link.symlink_to(tmp_path)
+    try:
+        with pytest.raises(ConfigError, match="a link"):
+            HandoverFolder.in_shared_memory(name, "1MiB")
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        link.unlink()
 
 
 @pytest.mark.parametrize("capacity", ["5 blocks", "90%", "0B"])

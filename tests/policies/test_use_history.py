@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
 from kvtier.policies.eviction import GRADE_LISTS, EvictionQueues, kind_of
@@ -108,3 +110,16 @@ def test_a_priority_counts_more_than_any_grade() -> None:
 
 def test_every_list_is_of_one_kind() -> None:
     assert [kind_of(number) for number in (0, 100, 101, 102, 103, 104, 204, 205, 305)] == [0, 100, 101, 102, 103, 0, 100, 0, 100]
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.sampled_from((LRU, HALVING, SEEN_FIRST, (3, 2, 5))))
+@example([1, 1, 0], HALVING)  # the second and the third are equal: the lower grade goes
+def test_a_lists_turn_ends_where_another_grades_begins(grades: list[int], weights: tuple[int, int, int]) -> None:
+    queues, _records = queued(*grades)
+    queues.weights = weights
+    order = queues.coldest(0, 0, 99)
+    head = queues.front_list(0)
+    assert head is not None
+    turn = next((number for number, record in enumerate(order) if record.queue != head.queue), len(order))
+    last = queues.last_turn(head)
+    assert [record for record in order if record.queue == head.queue and record.stamp <= last] == order[:turn]

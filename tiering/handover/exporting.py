@@ -20,6 +20,7 @@ from kvtier.tiering.handover.shards import Shard
 from kvtier.tiering.handover.ticket import BlockNames, HandoverPiece, HandoverTicket, Ranges
 from kvtier.tiering.ledger.decoding import require_reported
 from kvtier.tiering.ledger.sequence import SequenceRow
+from kvtier.tiering.ledger.taking_in import require_same
 from kvtier.tiering.manager import KVCacheManager
 
 LIFETIME: Final = 60.0  # seconds
@@ -73,17 +74,19 @@ class BlockExporter:
                 Who does not have them after all cannot use the ticket.
 
         Raises:
-            UnknownRequest: no such sequence.
+            UnknownRequest: no such sequence, or it was removed before its blocks could be held.
             RequestError: nothing is computed, or no more than ``skip_tokens``; several beams; an adapter or extra ids without a digest,
                 which mean nothing to another process; reused blocks still arriving, or lost (ask ``wait_ready``).
             CapacityError: the folder has no room: let the other process compute the prompt, or wait.
             TransferError: the file could not be written. Nothing is left behind.
         """
         cache = self.cache
+        with cache.locked() as ledger:
+            sequence = ledger.sequence(request_id)
         if not cache.is_ready(request_id):
             raise RequestError(f"request {request_id}: reused blocks are still arriving; call wait_ready, and export then")
         with cache.locked() as ledger:
-            sequence = ledger.sequence(request_id)
+            require_same(ledger, sequence)
             require_reported(sequence)
             num_tokens = sequence.computed
             if num_tokens == 0:
@@ -121,9 +124,12 @@ class BlockExporter:
                     ended.append(EndedHandover(ticket, self.folder.now() <= ticket.deadline))
         return ended
 
-    def withdraw(self, ticket: HandoverTicket) -> bool:
-        """Take a handover back, as far as nobody has taken it. False when somebody has, or is about to."""
-        own = [piece for piece in ticket.pieces if piece.file and piece.rank == self.shard.rank]
+    def withdraw(self, ticket: HandoverTicket | str | bytes) -> bool:
+        """Take a handover back, as far as nobody has taken it. False when somebody has, or is about to.
+
+        RequestError for what is no ticket.
+        """
+        own = [piece for piece in HandoverTicket.read(ticket).pieces if piece.file and piece.rank == self.shard.rank]
         if not own or not self.folder.remove(own[0].file):
             return False
         with self._lock:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvtier.errors import ConfigError, CorruptBlock, KVTierError, RequestError, TransferError
+from kvtier.errors import ConfigError, CorruptBlock, KVTierError, RequestError, TransferError, UnknownRequest
 from kvtier.io.device import EngineStream, open_device
 from kvtier.io.handover_folder import MOST_READERS, HandoverFolder
 from kvtier.pools.pool_index import slot_of
@@ -18,9 +18,9 @@ from kvtier.tiering.handover.taking import Taking, claim
 from kvtier.tiering.handover.ticket import BlockNames, HandoverPiece, HandoverTicket
 from kvtier.tiering.ledger.group import WINDOW
 from kvtier.tiering.ledger.key import TokenKeys
-from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.request import Request
-from kvtier.tiering.ledger.taking_in import mark_taken_in, needed_positions
+from kvtier.tiering.ledger.sequence import ActiveSequence
+from kvtier.tiering.ledger.taking_in import mark_taken_in, needed_positions, require_same
 from kvtier.tiering.manager import KVCacheManager
 
 logger = logging.getLogger(__name__)
@@ -102,11 +102,7 @@ class BlockImporter:
             RequestError: no ticket, a damaged one, or pieces of some exporting ranks are missing (``HandoverTicket.joined``).
             ConfigError: of another model, dtype, block size or layers than this cache. Nothing has changed, on either side.
         """
-        if isinstance(ticket, str | bytes):
-            ticket = HandoverTicket.from_json(ticket)
-        if not isinstance(ticket, HandoverTicket):
-            raise RequestError(f"ticket={ticket!r}: pass a HandoverTicket, or what its to_json() gave")
-        ticket.check()
+        ticket = HandoverTicket.read(ticket)
         require_same_content(self.shard.content, ticket.content)
         if len(ticket.positions) != len(self._geometries):
             raise RequestError(f"ticket: positions of {len(ticket.positions)} groups; this cache has {len(self._geometries)}")
@@ -125,10 +121,14 @@ class BlockImporter:
                 self._offers[ticket.pieces] = ticket
         return True
 
-    def decline(self, ticket: HandoverTicket) -> None:
-        """Forget a ticket. Its blocks stay where they are: for another process, or until their deadline."""
+    def decline(self, ticket: HandoverTicket | str | bytes) -> None:
+        """Forget a ticket. Its blocks stay where they are: for another process, or until their deadline.
+
+        RequestError for what is no ticket.
+        """
+        pieces = HandoverTicket.read(ticket).pieces
         with self._lock:
-            self._offers.pop(ticket.pieces, None)
+            self._offers.pop(pieces, None)
 
     def poll(self) -> int:
         """Forget tickets whose deadline has passed, and remove files that nobody will want any more. Now and then, once per step for
@@ -180,15 +180,19 @@ class BlockImporter:
 
         Raises:
             TimeoutError, CapacityError: as of ``wait_ready``.
-            UnknownRequest: no such sequence, or it was removed meanwhile; the ticket can be used for another.
+            UnknownRequest: no such sequence, or it was removed meanwhile (also when another has its number now); the ticket can be used for
+                another.
         """
+        with self.cache.locked() as ledger:
+            sequence = ledger.sequence(request_id)  # another one may have its number later, and is never taken for it
         valid = self.cache.wait_ready(request_id, timeout=timeout)
-        taking = self._claim(request_id, valid)
+        taking = self._claim(sequence, valid)
         try:
-            end = valid if taking is None else self._copy(taking, request_id, valid, stream)
+            end = valid if taking is None else self._copy(taking, sequence, valid, stream)
             agreed = self._agree(end, valid, valid if taking is None else taking.wanted)
-            if taking is not None and agreed > valid:
-                with self.cache.locked() as ledger:
+            with self.cache.locked() as ledger:
+                require_same(ledger, sequence)
+                if taking is not None and agreed > valid:
                     mark_taken_in(ledger, request_id, agreed)
         except BaseException:
             if taking is not None:
@@ -209,10 +213,13 @@ class BlockImporter:
         Raises:
             RequestError, CapacityError: as of ``add_sequence``; the ticket can be used later.
             TimeoutError: as of ``fill``.
+            UnknownRequest: it was removed meanwhile.
         """
         self.cache.add_sequence(request)
         try:
             taken = self.fill(request.id, stream, timeout)
+        except UnknownRequest:
+            raise  # what has its number now is somebody else's
         except BaseException:
             self.cache.remove_sequence(request.id, store=False)
             raise
@@ -260,10 +267,10 @@ class BlockImporter:
                 return 0
         return end
 
-    def _claim(self, request_id: int, valid: int) -> Taking | None:
+    def _claim(self, sequence: ActiveSequence, valid: int) -> Taking | None:
         """The ticket that brings the request furthest, with its files open for this rank alone; None when there is none."""
         with self.cache.locked() as ledger:
-            sequence = ledger.sequence(request_id)
+            require_same(ledger, sequence)
             request, names = sequence.request, BlockNames(self.shard.seed, sequence.request, sequence.keys)
         if not self._may_take(request):
             return None
@@ -287,14 +294,15 @@ class BlockImporter:
         with self._lock:
             self._counts["failures" if is_damaged else "gone"] += 1
 
-    def _copy(self, taking: Taking, request_id: int, valid: int, stream: EngineStream | None) -> int:
+    def _copy(self, taking: Taking, sequence: ActiveSequence, valid: int, stream: EngineStream | None) -> int:
         """Fill the sequence's blocks behind ``valid`` tokens. Returns how many leading tokens are there now, verified."""
         width = self.cache.layout.tokens_per_block
-        with self.cache.step(stream, [request_id]) as ready:  # a step of our own: it orders our writes against copies and other engines
-            if request_id not in ready:
+        with self.cache.step(stream, [sequence.id]) as ready:  # a step of our own: it orders our writes against copies and other engines
+            if sequence.id not in ready:
                 return valid
             with self.cache.locked() as ledger:
-                slots, end = self._slots(ledger, request_id, taking, valid // width)
+                require_same(ledger, sequence)  # and so it stays until the step ends
+                slots, end = self._slots(sequence, taking, valid // width)
             with self._device.on_engine(stream):
                 for group, places in enumerate(slots):
                     for run, rows in taking.rows(group, [position for position in places if position * width < end]):
@@ -308,10 +316,9 @@ class BlockImporter:
     def _has_windows(self) -> bool:
         return any(geometry.kind == WINDOW for geometry in self._geometries)
 
-    def _slots(self, ledger: Ledger, request_id: int, taking: Taking, first: int) -> tuple[Slots, int]:
+    def _slots(self, sequence: ActiveSequence, taking: Taking, first: int) -> tuple[Slots, int]:
         """Where the handed over blocks go, and how many tokens that is: up to the first block that somebody else holds, too."""
-        sequence = ledger.sequence(request_id)
-        width, end = ledger.tokens_per_block, taking.end
+        width, end = taking.ticket.tokens_per_block, taking.end
         slots: Slots = []
         for row, ranges in zip(sequence.rows, taking.ticket.positions, strict=True):
             slots.append({})

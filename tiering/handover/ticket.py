@@ -73,7 +73,7 @@ class HandoverTicket:
         Raises:
             RequestError: none, of different tokens, layouts or numbers of ranks, or a rank twice.
         """
-        if not tickets or not all(isinstance(ticket, HandoverTicket) for ticket in tickets):
+        if not isinstance(tickets, Sequence) or not tickets or not all(isinstance(ticket, HandoverTicket) for ticket in tickets):
             raise RequestError(f"tickets={tickets!r}: pass the tickets of all exporting ranks")
         first = tickets[0]
         pieces = [piece for ticket in tickets for piece in ticket.pieces]
@@ -108,8 +108,24 @@ class HandoverTicket:
         ticket.check()
         return ticket
 
+    @staticmethod
+    def read(ticket: HandoverTicket | str | bytes) -> HandoverTicket:
+        """A ticket, checked, in whatever form it came. Raises RequestError when it is none."""
+        if isinstance(ticket, str | bytes):
+            return HandoverTicket.from_json(ticket)
+        if not isinstance(ticket, HandoverTicket):
+            raise RequestError(f"ticket={ticket!r}: pass a HandoverTicket, or what its to_json() gave")
+        ticket.check()
+        return ticket
+
     def check(self) -> None:
         """Raise RequestError naming the first field that cannot be: it may come from anywhere."""
+        try:
+            self._check()
+        except (TypeError, ValueError, AttributeError) as error:
+            raise RequestError(f"ticket: {type(error).__name__}: {error}; pass what the exporting side has given") from error
+
+    def _check(self) -> None:
         content = self.content
         if not isinstance(content, dict) or not _is_count(content.get("tokens_per_block"), 1, 1 << 16):
             raise RequestError("ticket: content has no tokens_per_block")
@@ -132,7 +148,8 @@ class HandoverTicket:
         if not ranks or any(not _is_count(rank, 0, self.num_ranks - 1) for rank in ranks) or len(set(ranks)) != len(ranks):
             raise RequestError(f"ticket: pieces of ranks {ranks!r}; there is one of each rank from 0 to {self.num_ranks - 1}")
         for piece in self.pieces:
-            if not isinstance(piece.file, str) or (piece.file and not _FILE.fullmatch(piece.file)) or len(piece.digest) != _DIGEST_BYTES:
+            if (not isinstance(piece.file, str) or (piece.file and not _FILE.fullmatch(piece.file))
+                    or not isinstance(piece.digest, bytes) or len(piece.digest) != _DIGEST_BYTES):
                 raise RequestError(f"ticket: file={piece.file!r}; it is the name of a file of handovers, with a digest of "
                                    f"{_DIGEST_BYTES} bytes")
 

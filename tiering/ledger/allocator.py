@@ -132,8 +132,8 @@ class BlockAllocator(FileLevel):
 
     def _drop_run(self, head: ListHead, wanted: int) -> list[Block]:
         """Drop up to ``wanted`` blocks from the front of a list of content and return them, not yet marked as in no queue: those that
-        stand in one run of the tree, tail first, and have no lower copies. That is how a sequence was released. None, and nothing
-        done, when the front is not such a block."""
+        stand in one run of the tree, tail first, and have no lower copies, as long as no other grade's block would go before. That is how
+        a sequence was released. None, and nothing done, when the front is not such a block."""
         block = cast(Block, head.next)
         node = block.node
         if node is None or block.extra is not None:
@@ -143,9 +143,10 @@ class BlockAllocator(FileLevel):
         least: i64 = max(end - wanted, 0)
         last = block
         values = node.values[self.group]
+        last_turn: i64 = self.queues.last_turn(head)
         while first > least:
             warmer = values[first - 1]
-            if warmer is None or last.next is not warmer or warmer.extra is not None:
+            if warmer is None or last.next is not warmer or warmer.extra is not None or warmer.stamp > last_turn:
                 break
             first -= 1
             last = warmer

@@ -37,4 +37,4 @@ class LedgerRules(TierRules):
         self.namespace_seed = namespace_seed
         self.chunk_size = chunk_size  # tokens that are prefilled at a time; 0: the whole prompt
         self.window_scratch_blocks = window_scratch_blocks  # per group; None: enough for two chunks
-        self.history_stride = history_stride  # blocks of a prompt for one key of the history; 0: as many as have 512 tokens
+        self.history_stride = history_stride  # blocks of a prompt for one key of the history; 0: as many as have 1,024 tokens

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtier.errors import RequestError
+from kvtier.errors import RequestError, UnknownRequest
 from kvtier.tiering.ledger.decoding import depart, require_reported
 from kvtier.tiering.ledger.group import WINDOW, GroupGeometry
 from kvtier.tiering.ledger.ledger import Ledger
+from kvtier.tiering.ledger.sequence import ActiveSequence
 
 
 def needed_positions(geometry: GroupGeometry, first: int, num_tokens: int) -> list[int]:
@@ -19,6 +20,13 @@ def needed_positions(geometry: GroupGeometry, first: int, num_tokens: int) -> li
     sinks = min(geometry.num_sink_blocks, total)
     behind = geometry.num_sink_blocks + geometry.num_departed(num_tokens + 1)
     return list(range(first, sinks)) + list(range(max(first, behind), total))
+
+
+def require_same(ledger: Ledger, sequence: ActiveSequence) -> None:
+    """For who looks at a sequence several times, without the lock between: raise UnknownRequest when it has been removed since, also when
+    another one has its number now."""
+    if ledger.sequence(sequence.id) is not sequence:
+        raise UnknownRequest(f"request {sequence.id}: removed meanwhile, another sequence has its number now; try again with that one")
 
 
 def mark_taken_in(ledger: Ledger, request_id: Any, num_tokens: Any) -> None:

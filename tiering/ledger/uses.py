@@ -6,6 +6,7 @@ Nothing is noted before the first content has had to go: until then there is not
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
+from zlib import crc32
 
 from kvtier.policies.eviction import GRADE_LISTS
 from kvtier.policies.named import LRU, candidates_of
@@ -44,7 +45,10 @@ def note_uses(state: LedgerState, history: UseHistory, plan: AdmissionPlan, sequ
         return
     stride = history.stride
     end = (plan.request.num_tokens - 1) // state.tokens_per_block
-    grades = history.observe(_parts(plan.keys, stride, end))
+    namespace = sequence.namespace
+    # Nobody sees by what is kept here what others ask for under another salt.
+    is_plain = namespace.lora_id is None and namespace.cache_salt is None and namespace.encoder_digest is None
+    grades = history.observe(_parts(plan.keys, stride, end), 0 if is_plain else crc32(namespace.chain_seed))
     for allocator in state.allocators:
         allocator.queues.weights = history.weights
     once: i64 = GRADE_LISTS[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -249,7 +250,8 @@ def test_a_declined_ticket_is_left_to_others(prefill: Make, decode: Make) -> Non
     here, elsewhere = decode(), decode()
     known, ticket = prefill().hand_over(tokens_of(1, 14))
     here.importer.offer(ticket)
-    here.importer.decline(ticket)
+    here.importer.decline(ticket.to_json())
+    assert here.importer.poll() == 0
     assert here.serve(known) == 0
     elsewhere.importer.offer(ticket)
     assert elsewhere.serve(known) == 14
@@ -383,8 +385,10 @@ def test_a_withdrawn_handover_is_gone_and_one_that_is_taken_cannot_be_withdrawn(
     here, there = decode(), prefill()
     known, ticket = there.hand_over(tokens_of(1, 14))
     here.importer.offer(ticket)
-    assert there.exporter.withdraw(ticket)
+    assert there.exporter.withdraw(ticket.to_json())
     assert files(folder) == []
+    with pytest.raises(RequestError, match="file"):
+        there.exporter.withdraw(replace(ticket, pieces=(replace(ticket.pieces[0], file="../../notes.txt"),)))
     assert there.exporter.poll() == []
     assert here.serve(known) == 0
     assert here.importer.stats().gone == 1

@@ -302,3 +302,68 @@ def test_reused_blocks_that_are_lost_are_taken_from_the_ticket(prefill: Make, wa
     assert here.importer.fill(1) == len(known) - 1
     here.engine.sequences[1].computed = len(known) - 1
     here.finish()
+
+
+@pytest.mark.parametrize("moment", ["_claim", "_copy", "_agree"])
+def test_another_sequence_under_the_same_number_is_not_taken_for_the_one_that_was_filled(moment: str, prefill: Make, decode: Make,
+                                                                                         folder: HandoverFolder,
+                                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request is pre-empted while a thread fills it, and another prompt is admitted under its number."""
+    here = decode()
+    known, ticket = prefill().hand_over(PROMPT)
+    here.importer.offer(ticket)
+    here.engine.admit(Request(1, known))
+    begins = getattr(here.importer, moment)
+    other = [*range(500, 520), 1, 2]
+
+    def exchanged(*arguments: Any) -> Any:
+        here.engine.remove(1, store=False)
+        here.engine.admit(Request(1, other))
+        return begins(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(here.importer, moment, exchanged)
+        with pytest.raises(UnknownRequest, match="meanwhile"):
+            here.importer.fill(1)
+    here.cache.verify()
+    assert len(files(folder)) == 1
+    here.finish()
+    assert here.cache.probe_prefix_tokens(Request(3, other)) == 20, "it was computed by itself"
+    assert here.serve(known, 2) == 21, "the ticket is still good"
+
+
+def test_what_took_the_place_of_a_request_taken_in_ahead_stays(prefill: Make, decode: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = decode()
+    known, ticket = prefill().hand_over(PROMPT)
+    here.importer.offer(ticket)
+    agree = here.importer._agree
+
+    def exchanged(*arguments: Any) -> Any:
+        here.cache.remove_sequence(1)
+        here.engine.admit(Request(1, [5, 6, 7]))
+        return agree(*arguments)
+
+    monkeypatch.setattr(here.importer, "_agree", exchanged)
+    with pytest.raises(UnknownRequest):
+        here.importer.take_in(Request(1, known))
+    assert here.cache.stats().sequences == 1
+    here.finish()
+
+
+def test_another_sequence_under_the_same_number_is_not_exported_unseen(prefill: Make, folder: HandoverFolder,
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    there = prefill()
+    there.compute(PROMPT)
+    is_ready = there.cache.is_ready
+
+    def exchanged(request_id: int) -> bool:
+        was_ready = is_ready(request_id)
+        there.engine.remove(1)
+        there.compute([*PROMPT, 7])  # what it reuses might still be on its way
+        return was_ready
+
+    monkeypatch.setattr(there.cache, "is_ready", exchanged)
+    with pytest.raises(UnknownRequest, match="meanwhile"):
+        there.exporter.export(1)
+    assert files(folder) == []
+    assert there.cache.stats().leases == 0

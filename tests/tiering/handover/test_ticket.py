@@ -66,6 +66,18 @@ def test_nothing_but_request_errors_comes_of_a_strange_field(value: Any, field: 
         pass
 
 
+@pytest.mark.parametrize(("field", "value"), [
+    ("keys", None), ("keys", 5), ("positions", None), ("positions", (5,)), ("positions", ((1, 2, 3),)), ("pieces", None), ("pieces", (5,)),
+    ("pieces", (HandoverPiece(0, FILE, None),)), ("pieces", (HandoverPiece(0, FILE, [0] * 16),)), ("content", {})])  # type: ignore[arg-type]
+def test_a_ticket_that_was_made_otherwise_is_checked_too(field: str, value: Any) -> None:
+    with pytest.raises(RequestError, match="ticket"):
+        HandoverTicket.read(replace(TICKET, **{field: value}))
+    with pytest.raises(RequestError, match="ticket"):
+        HandoverTicket.read(5)  # type: ignore[arg-type]
+    assert HandoverTicket.read(TICKET) is TICKET
+    assert HandoverTicket.read(TICKET.to_json()) == TICKET
+
+
 def test_tickets_of_all_ranks_become_one() -> None:
     zero, one = (replace(TICKET, pieces=(piece,), deadline=deadline) for piece, deadline in zip(TICKET.pieces, (9.0, 7.0), strict=True))
     assert zero.missing_ranks == [1]
@@ -76,6 +88,6 @@ def test_tickets_of_all_ranks_become_one() -> None:
         HandoverTicket.joined([zero, zero])
     with pytest.raises(RequestError, match="different tokens"):
         HandoverTicket.joined([zero, replace(one, keys=(b"a" * 32, b"b" * 32, b"x" * 32))])
-    for nothing in ([], [5]):
+    for nothing in ([], [5], None, 5, TICKET):
         with pytest.raises(RequestError, match="pass the tickets"):
             HandoverTicket.joined(nothing)  # type: ignore[arg-type]

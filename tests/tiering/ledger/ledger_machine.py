@@ -72,9 +72,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize(data=st.data(), tokens_per_block=st.sampled_from((2, 4)), keep_backing=st.booleans(), reuse=st.integers(0, 9),
                 partial=st.booleans(), copy_on_partial=st.booleans(), chunk=st.sampled_from((0, 0, 3)),
                 share=st.sampled_from((0.25, 0.5, 1.0)), events=st.sampled_from((1 << 20, 1 << 20, 0)),
-                thresholds=st.sampled_from(((30, 30), (30, 31), (35, 35), (0, 0), (30, 80))))
+                thresholds=st.sampled_from(((30, 30), (30, 31), (35, 35), (0, 0), (30, 80))),
+                policy=st.sampled_from(("lru", "default", "halving", "seen-first")), stride=st.sampled_from((1, 1, 2)))
     def start(self, data: st.DataObject, tokens_per_block: int, keep_backing: bool, reuse: int, partial: bool, copy_on_partial: bool,
-              chunk: int, share: float, events: int, thresholds: tuple[int, int]) -> None:
+              chunk: int, share: float, events: int, thresholds: tuple[int, int], policy: str, stride: int) -> None:
         self.tokens_per_block = tokens_per_block
         self.groups: list[GroupSpec] = data.draw(layouts(self.layout, tokens_per_block))
         note(str([(group.num_blocks, KIND_NAMES[group.kind], group.window, group.sinks, group.snapshot_interval) for group in self.groups]))
@@ -82,7 +83,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.has_cross = any(group.kind == CROSS for group in self.groups)
         self.rules_ = LedgerRules(enable_block_reuse=reuse > 0, enable_partial_reuse=partial, copy_on_partial_reuse=copy_on_partial,
                                   secondary_offload_min_priority=thresholds[0], nvme_offload_min_priority=thresholds[1],
-                                  keep_backing=keep_backing, write_ahead_share=share, policy="lru", chunk_size=chunk, max_events=events)
+                                  keep_backing=keep_backing, write_ahead_share=share, policy=policy, chunk_size=chunk, max_events=events,
+                                  history_stride=stride)
         self.elsewhere = Elsewhere(tokens_per_block)
         self.ledger = Ledger(self.groups, tokens_per_block, self.rules_)
         self.ledger.inbound = self.elsewhere
