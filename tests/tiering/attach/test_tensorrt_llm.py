@@ -456,6 +456,49 @@ def test_ranks_of_another_engine_under_the_same_name_are_refused(monkeypatch: py
         theirs.close()
 
 
+def test_a_promised_load_on_a_closed_rank_stops_the_engine(start: Callable[..., Engine]) -> None:
+    """Nobody can be told that the pages hold garbage."""
+    engine = start()
+    engine.run(Request(1, PROMPT, 2))
+    request = Request(2, PROMPT, 2)
+    assert engine.add(request) == 28
+    engine.workers[0].close()
+    with pytest.raises(TransferError, match="closed"):
+        engine.step()
+    engine.cancel(request)
+
+
+def test_a_rank_that_is_closed_during_a_load_stops_the_engine(start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(faults="primary.copy.delay:200ms")
+    engine.run(Request(1, PROMPT, 2))
+    request, worker = Request(2, PROMPT, 2), engine.workers[0]
+    assert engine.add(request) == 28
+    known = worker.worker.wait
+
+    def closed_meanwhile(*given: Any) -> Any:
+        engine.workers[0].close()
+        return known(*given)
+
+    monkeypatch.setattr(worker.worker, "wait", closed_meanwhile)
+    with pytest.raises(TransferError, match=r"closed|aborted"):
+        engine.step()
+    engine.cancel(request)
+
+
+def test_a_rank_that_is_closed_behind_its_loads_stores_nothing_and_keeps_no_pages(start: Callable[..., Engine]) -> None:
+    engine = start()
+    engine.add(Request(1, PROMPT, 2))
+    engine.between = lambda: engine.workers[0].close()
+    while engine.active:
+        engine.step()
+    assert engine.workers[0].get_finished([1], []) == ([1], [])
+    for job_id in list(engine.scheduler._jobs):
+        engine.scheduler.index.cancel_job(job_id)
+    engine.settle()
+    assert engine.scheduler.get_num_new_matched_tokens(Request(2, PROMPT, 2), 0) == (0, False)
+    engine.scheduler.request_finished(Request(2, PROMPT, 2), [])
+
+
 def test_an_old_plan_that_stays_bound_is_carried_out_once(start: Callable[..., Engine]) -> None:
     engine = start()
     engine.add(Request(1, PROMPT, 2))
