@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from kvtier.errors import KVTierError
-
 _log = logging.getLogger(__name__)
 
 BUSY_SECONDS: Final = 0.02
@@ -50,8 +48,8 @@ class TierPulse:
                 return
             try:
                 is_busy = self._beat()
-            except KVTierError as error:
+            except Exception as error:  # the next beat may go well; without one nothing would be written to NVMe any more
                 is_busy = False
                 if not said and not self._closing:
                     said = True
-                    _log.warning("%s: %s", self._thread.name, error)
+                    _log.warning("%s: %s: %s", self._thread.name, type(error).__name__, error)

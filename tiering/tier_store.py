@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 
 JOB_PAGES: Final = 32
 """Pages that are copied at a time: while some are copied, the next ones are read from NVMe."""
+_LOOK_AGAIN: Final = 0.05  # seconds
 
 
 class TierStore:
@@ -69,8 +70,10 @@ class TierStore:
         self._faults = config.faults
         self._numbers = itertools.count()
         self._is_closed = False
-        self._num_calls = 0
+        self._closing = threading.Lock()
+        self._calls: set[str] = set()  # the requests of calls in flight
         self._calls_changed = threading.Condition()
+        self._num_resets = 0
         self.index = TierIndex(layout, config, model=model, engine_id=engine_id, fingerprint=fingerprint, lookup_timeout=read_timeout)
         try:
             self._arena = SharedArena(self.index.plan.arena, rank=0)
@@ -86,6 +89,11 @@ class TierStore:
         atexit.register(self.close)
 
     # -- pages -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_resets(self) -> int:
+        """Counts resets: for :meth:`write`, where pages of one content come in several calls."""
+        return self._num_resets
 
     def count(self, keys: Sequence[bytes], group: int = 0) -> int:
         """How many keys from the first on the store has, on whichever level, or is about to have. What of them lies on NVMe begins to be
@@ -119,11 +127,13 @@ class TierStore:
             RequestError: keys or tensors that do not fit the layout; nothing has been copied then.
         """
         self._check(keys, tensors, pages, group)
-        done = 0
+        done, num_resets = 0, self._num_resets
         with self._request("read") as request_id:
             copier = HostPageCopier(tensors, self._slots(group))
             self.index.prefetch(keys, group)
             for start in range(0, len(keys), self._step(group)):
+                if self._is_closed:  # nothing more is waited for
+                    break
                 part = list(keys[start:start + self._step(group)])
                 found = self.index.wait_lookup(request_id, part, group, timeout=self._timeout)
                 plan = self.index.plan_load(request_id, part[:found.num_hits], group)
@@ -136,15 +146,22 @@ class TierStore:
                 done += count if is_good else 0
                 if not is_good or count < len(part):
                     break
-        return done
+        return done if self._num_resets == num_resets else 0
 
-    def write(self, keys: Sequence[bytes], tensors: Sequence[torch.Tensor], pages: Sequence[int], group: int = 0) -> list[bool]:
+    def write(self, keys: Sequence[bytes], tensors: Sequence[torch.Tensor], pages: Sequence[int], group: int = 0,
+              num_resets: int | None = None) -> list[bool]:
         """Copy pages into the store, as far as there is room; front first. Arguments and errors as of :meth:`read`.
+
+        A reset meanwhile ends the call: these pages may be of weights that it was to forget, so none of them is stored behind it.
+
+        Args:
+            num_resets: the store's when the pages were there to be stored; None: as of now.
 
         Returns:
             for each key, whether the store has it now (or had it before).
         """
         self._check(keys, tensors, pages, group)
+        num_resets = self._num_resets if num_resets is None else num_resets
         stored = [False] * len(keys)
         # More than the host level holds would only push out its own head, and what lies behind a gap is of no use.
         most = min(len(keys), self.index.plan.host_slots[group])
@@ -153,6 +170,10 @@ class TierStore:
             for start in range(0, most, self._step(group)):
                 part = list(keys[start:min(start + self._step(group), most)])
                 plan = self.index.plan_store(request_id, part, group)
+                if self._num_resets != num_resets:  # jobs planned before it were given up by it, and this one is not to be begun
+                    if plan.keys:
+                        self.index.cancel_job(plan.job_id)
+                    break
                 is_good = True
                 if plan.keys:
                     rows = [pages[start + position] for position in plan.positions]
@@ -168,31 +189,36 @@ class TierStore:
                 if end < len(part) or not is_good:
                     break
         self._pulse.hurry()
-        return stored
+        return stored if self._num_resets == num_resets else [False] * len(keys)
 
     # -- the whole -------------------------------------------------------------------------------------------------------
 
     def reset(self, timeout: float = 60.0) -> None:
-        """Forget everything on all levels; errors as of ``TierIndex.reset``."""
+        """Forget everything on all levels, and what calls in flight would bring; errors as of ``TierIndex.reset``."""
+        with self._calls_changed:
+            self._num_resets += 1  # before the ledger forgets: a call that plans behind that sees it
         self.index.reset(timeout)
 
     def close(self, timeout: float = 10.0) -> None:
-        """Write to NVMe what is only in host memory, as far as half of ``timeout`` seconds suffices, and let go of everything. May be
-        called again."""
+        """Write to NVMe what is only in host memory, as far as half of ``timeout`` seconds suffices, and let go of everything. Calls in
+        flight end early. May be called again: what a hanging call did not let go of the first time is then tried again."""
         deadline = time.monotonic() + arguments.seconds("timeout", timeout)
-        with self._calls_changed:
-            if self._is_closed:
+        if not self._closing.acquire(timeout=timeout):
+            return  # another thread is at it
+        try:
+            is_first, self._is_closed = not self._is_closed, True
+            is_quiet = self._end_calls(time.monotonic() + timeout / 4)
+            if is_first:
+                atexit.unregister(self.close)
+                self._pulse.close(timeout / 4)
+                self.index.flush(timeout / 2)
+            if not is_quiet:
+                _log.warning("tier store: a call still ran after %s s; its memory stays mapped, for it may be in use", timeout / 4)
                 return
-            self._is_closed = True
-            is_quiet = self._calls_changed.wait_for(lambda: not self._num_calls, timeout / 4)
-        atexit.unregister(self.close)
-        self._pulse.close(timeout / 4)
-        self.index.flush(timeout / 2)
-        if not is_quiet:
-            _log.warning("tier store: a call still ran after %s s; its memory stays mapped, for it may be in use", timeout / 4)
-            return
-        self.index.close(max(deadline - time.monotonic(), 1.0))
-        self._arena.close()
+            self.index.close(max(deadline - time.monotonic(), 1.0))
+            self._arena.close()
+        finally:
+            self._closing.release()
 
     def __enter__(self) -> Self:
         return self
@@ -206,6 +232,20 @@ class TierStore:
         self.index.poll()
         return self.index.has_work
 
+    def _end_calls(self, deadline: float) -> bool:
+        """End the requests of calls in flight, so that those which wait for NVMe find a miss, until there are no calls. False when there
+        still are some at the deadline. Again and again: a call may begin to wait a moment after its request was ended."""
+        while True:
+            with self._calls_changed:
+                calls = list(self._calls)
+            for request_id in calls:
+                self.index.end_request(request_id)
+            with self._calls_changed:
+                if self._calls_changed.wait_for(lambda: not self._calls, min(max(deadline - time.monotonic(), 0.0), _LOOK_AGAIN)):
+                    return True
+            if time.monotonic() >= deadline:
+                return False
+
     @contextmanager
     def _request(self, kind: str) -> Iterator[str]:
         """A request of the index that ends with the call, and its leases with it. The arena stays as long as there is one."""
@@ -213,14 +253,16 @@ class TierStore:
         with self._calls_changed:
             if self._is_closed:
                 raise KVTierError("this TierStore is closed; make a new one")
-            self._num_calls += 1
+            self._calls.add(request_id)
         try:
             yield request_id
         finally:
-            self.index.end_request(request_id)
-            with self._calls_changed:
-                self._num_calls -= 1
-                self._calls_changed.notify_all()
+            try:
+                self.index.end_request(request_id)
+            finally:
+                with self._calls_changed:
+                    self._calls.discard(request_id)
+                    self._calls_changed.notify_all()
 
     def _carry_out(self, job_id: int, group: int, written: Sequence[int], copy: Callable[[], None], attempts: int, level: Level) -> bool:
         """Copy here and now, and say so where the index looks. Whether it went well."""

@@ -167,6 +167,101 @@ def test_a_reset_forgets_everything(make: Callable[..., TierStore], tmp_path: Pa
     assert store.count(keys(3)) == 0
 
 
+@pytest.mark.parametrize("step", ["planned", "copied"])
+def test_a_reset_in_the_middle_of_a_write_forgets_all_of_it(make: Callable[..., TierStore], monkeypatch: pytest.MonkeyPatch,
+                                                            step: str) -> None:
+    """What a write stored behind a reset would be served to prompts whose front other weights have computed since."""
+    store = make(secondary=80)
+    name = {"planned": "plan_store", "copied": "complete"}[step]
+    known, calls = getattr(store.index, name), []
+
+    def in_between(*given: Any, **more: Any) -> Any:
+        calls.append(name)
+        if len(calls) == 1 and step == "planned":
+            store.reset()
+        answer = known(*given, **more)
+        if len(calls) == 1 and step == "copied":
+            store.reset()
+        return answer
+
+    monkeypatch.setattr(store.index, name, in_between)
+    assert store.write(keys(70), filled(70), list(range(70))) == [False] * 70
+    assert store.index.stats().stored_blocks in (0, 32)
+    assert [store.count([key(row)]) for row in range(70)] == [0] * 70
+    assert store.write(keys(70), filled(70, seed=1), list(range(70))) == [True] * 70
+    target = empty(70)
+    assert store.read(keys(70), target, list(range(70))) == 70
+    assert same(target, filled(70, seed=1))
+
+
+def test_pages_that_were_there_before_a_reset_are_not_stored_behind_it(make: Callable[..., TierStore]) -> None:
+    store = make()
+    before = store.num_resets
+    store.reset()
+    assert store.write(keys(2), filled(2), [0, 1], num_resets=before) == [False, False]
+    assert store.count(keys(2)) == 0
+    assert store.write(keys(2), filled(2), [0, 1], num_resets=store.num_resets) == [True, True]
+
+
+def test_a_read_that_a_reset_overtakes_finds_nothing(make: Callable[..., TierStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    store, known = make(), TierStore._carry_out
+    store.write(keys(3), filled(3), [0, 1, 2])
+
+    def overtaken(*given: Any) -> bool:
+        is_good = known(*given)
+        store.reset()
+        return is_good
+
+    monkeypatch.setattr(TierStore, "_carry_out", overtaken)
+    assert store.read(keys(3), empty(3), [0, 1, 2]) == 0
+
+
+def test_closing_ends_calls_that_wait_for_nvme_and_frees_the_folder(make: Callable[..., TierStore], tmp_path: Path) -> None:
+    first = make(**nvme(tmp_path / "store"))
+    first.write(keys(3), filled(3), [0, 1, 2])
+    first.close()
+    second = make(read_timeout=60.0, faults="nvme.read.hang:20s", **nvme(tmp_path / "store"))
+    found: list[int] = []
+    reader = threading.Thread(target=lambda: found.append(second.read(keys(3), empty(3), [0, 1, 2])))
+    reader.start()
+    until(lambda: bool(second._calls))
+    second.close(1.0)
+    reader.join(10.0)
+    assert found == [0]
+    until(lambda: second.close(0.3) or second.index._everything_let_go)
+
+
+def test_a_store_whose_copy_hung_while_it_was_closed_can_be_closed_again(make: Callable[..., TierStore], tmp_path: Path) -> None:
+    store = make(**nvme(tmp_path / "store"))
+    hangs, goes_on = threading.Event(), threading.Event()
+    store._carry_out = lambda *given: hangs.set() or not goes_on.wait(20.0)  # type: ignore[method-assign, assignment]
+    writer = threading.Thread(target=lambda: store.write(keys(1), filled(1), [0]))
+    writer.start()
+    assert hangs.wait(10.0)
+    store.close(0.2)
+    assert not store.index._everything_let_go
+    goes_on.set()
+    writer.join(10.0)
+    store.close()
+    store.close()
+    assert store.index._everything_let_go
+    assert make(**nvme(tmp_path / "store")).count(keys(1)) == 0, "the folder is free"
+
+
+def test_a_call_whose_end_fails_is_over_all_the_same(make: Callable[..., TierStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make()
+
+    def fail(request_id: str) -> None:
+        raise KVTierError("trouble")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.index, "end_request", fail)
+        with pytest.raises(KVTierError, match="trouble"):
+            store.read(keys(1), empty(1), [0])
+    assert not store._calls
+    store.index.end_request("read-0")
+
+
 @pytest.mark.parametrize(("tensors", "pages", "named"), [
     ([torch.zeros(4, 2999, dtype=torch.uint8)], [0], "2999 bytes"),
     ([torch.zeros(4, 3000, dtype=torch.int16)], [0], "int16"),

@@ -92,12 +92,14 @@ class TieredHiCache(HiCacheStorage):
             self._store = None
         tier = self._tier()
         layout = PageLayout([PageGroup(pages.page_bytes, name=KV_POOL)])
-        self._store = TierStore(layout, tier, model=self._model, engine_id=f"sglang-{os.getpid()}-{next(_numbers)}",
-                                fingerprint=self._fingerprint(pages, mem_pool_host), read_timeout=self._settings.lookup_timeout)
+        store = TierStore(layout, tier, model=self._model, engine_id=f"sglang-{os.getpid()}-{next(_numbers)}",
+                          fingerprint=self._fingerprint(pages, mem_pool_host), read_timeout=self._settings.lookup_timeout)
+        # In this order: whoever has the new store must not have the old pool's pages.
         self._pages = pages
+        self._store = store
         way = "by the pool's own methods" if pages.pieces is None else f"in place, in {len(pages.pieces)} pieces"
         _log.info("kvtier: rank %d of %d keeps pages of %d tokens, %d bytes: %d in host memory, nvme=%s in %s; pages are copied %s",
-                  self._rank, self._num_ranks, pages.page_size, pages.page_bytes, self._store.index.plan.host_slots[0], tier.nvme,
+                  self._rank, self._num_ranks, pages.page_size, pages.page_bytes, store.index.plan.host_slots[0], tier.nvme,
                   tier.nvme_directory, way)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
@@ -170,12 +172,13 @@ class TieredHiCache(HiCacheStorage):
         """Keep pages, as of :meth:`set`; whether all of them are kept now."""
         def put(store: TierStore, pages: HostPages) -> bool:
             given = list(values if values is not None else target_locations or [])
+            num_resets = store.num_resets
             flat = [self._flat(value, pages) for value in given]
             if len(given) != len(keys) or any(page is None for page in flat):
                 return False
             for key, page in zip(keys, flat, strict=True):
                 assert page is not None
-                if not store.write(_names([key]), [page], [0])[0]:
+                if not store.write(_names([key]), [page], [0], num_resets=num_resets)[0]:
                     return False
             return True
         return self._guarded("set", False, put)
@@ -252,6 +255,8 @@ class TieredHiCache(HiCacheStorage):
         """What a page's bytes depend on and SGLang's hashes do not contain."""
         config = self._config
         return json.dumps({"engine": "sglang", "model_name": config.model_name, "page_size": pages.page_size, "dtype": str(pages.dtype),
+                           # SGLang keeps every kind of 8-bit and 4-bit numbers as uint8; the device's pool knows which it is.
+                           "kv_dtype": str(getattr(getattr(pool, "device_pool", None), "dtype", None)),
                            "layout": str(getattr(pool, "layout", "")), "format": str(getattr(pool, "storage_format_tag", None)),
                            "pool": type(pool).__name__, "layers": [getattr(pool, "start_layer", None), getattr(pool, "end_layer", None)],
                            "tp": [config.tp_rank, config.tp_size], "pp": [config.pp_rank, config.pp_size],

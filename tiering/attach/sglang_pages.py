@@ -61,7 +61,7 @@ class HostPages:
         rows = []
         for start in range(0, len(numbers), self.page_size):
             first = numbers[start]
-            if (first % self.page_size or numbers[start + self.page_size - 1] != first + self.page_size - 1
+            if (first % self.page_size or numbers[start:start + self.page_size] != list(range(first, first + self.page_size))
                     or not 0 <= first // self.page_size < self.num_pages):
                 return None
             rows.append(first // self.page_size)

@@ -73,6 +73,7 @@ class TieredScheduler(_Base):
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         self._arrangement = arrange(llm_args)
+        self._model_name = str(getattr(llm_args, "model", ""))
         self._width = self._arrangement.tokens_per_block
         self.index: TierIndex | None = None
         self._num_groups = 1
@@ -129,7 +130,12 @@ class TieredScheduler(_Base):
             sequence = self._sequences.get(request.request_id)
             if sequence is None:
                 return
-            if namespace_of(request) != sequence.namespace:
+            try:
+                is_same = namespace_of(request) == sequence.namespace
+            except Exception as error:
+                self._say("request", error)
+                is_same = False
+            if not is_same:
                 sequence.is_kept = False
             position = getattr(request, "context_current_position", 0)
             sequence.position = position if isinstance(position, int) else 0
@@ -243,8 +249,11 @@ class TieredScheduler(_Base):
         sequence = self._sequences.get(request_id)
         if sequence is not None and self.index is not None:
             for plan in sequence.loads:
-                if plan.job_id >= 0:
-                    self.index.cancel_job(plan.job_id)
+                try:
+                    if plan.job_id >= 0:
+                        self.index.cancel_job(plan.job_id)
+                except Exception as error:  # its deadline ends it
+                    self._say("cancelled load", error)
             sequence.loads = []
 
     # -- storing ---------------------------------------------------------------------------------------------------------
@@ -306,6 +315,10 @@ class TieredScheduler(_Base):
             if "have not registered" in str(error):
                 return False
             raise
+        if (facts.model, facts.identity.get("model_name")) != (arrangement.model, self._model_name):
+            raise ConfigError(f"engine_id={arrangement.engine_id!r}: ranks of another engine, with model {facts.model!r} of "
+                              f"{facts.identity.get('model_name')!r}, have registered their pages under this name; give each engine on "
+                              "the machine an engine_id of its own, and start them again")
         self._num_groups = len(facts.page_bytes)
         self.index = TierIndex(facts.layout(1, arrangement.ranks), arrangement.settings.tier, model=facts.model or None,
                                engine_id=arrangement.engine_id, fingerprint=facts.fingerprint(),

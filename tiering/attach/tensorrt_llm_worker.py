@@ -97,18 +97,22 @@ class TieredWorker(_Base):
                 there is no way to say so: the engine has to stop.
         """
         plan, worker = self.get_connector_meta(), self.worker
-        if worker is None or not isinstance(plan, StepPlan) or plan.number == self._last_plan:
+        if not isinstance(plan, StepPlan) or plan.number == self._last_plan:
             return
         self._last_plan = plan.number
+        if worker is None:
+            if plan.loads:  # promised: without them the pages hold garbage
+                raise TransferError("the connector of this rank is closed, and TensorRT-LLM counts on blocks that it was to load")
+            return
         self._fail(self._unsaved)  # of a forward pass that never ended
         self._unsaved = plan.stores
-        self._before_overwrite(plan.fresh)
+        self._before_overwrite(worker, plan.fresh)
         for part in plan.loads:
             worker.submit_load(part.job_id, part.group, part.pages, part.slots, after_stream=stream)
         loads = {part.job_id for part in plan.loads}
         if loads and not worker.wait(loads, WAIT_SECONDS):
             raise TransferError(f"copies into TensorRT-LLM's pages do not end within {WAIT_SECONDS} s; the device or the host is stuck")
-        self._poll()
+        self._report(worker)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         """Nothing: all layers are there since :meth:`start_load_kv`."""
@@ -119,10 +123,12 @@ class TieredWorker(_Base):
     def wait_for_save(self, stream: Any) -> None:
         """Begin the step's stores behind the forward pass. Returns at once."""
         parts, self._unsaved = self._unsaved, ()
+        worker = self.worker
+        if worker is None:  # closed: nothing waits for these any more
+            return
         for place, part in enumerate(parts):
-            assert self.worker is not None
             try:
-                self.worker.submit_store(part.job_id, part.group, part.pages, part.slots, after_stream=stream)
+                worker.submit_store(part.job_id, part.group, part.pages, part.slots, after_stream=stream)
             except KVTierError as error:
                 if not self._refusal_said:
                     self._refusal_said = True
@@ -135,12 +141,16 @@ class TieredWorker(_Base):
         """Requests that have ended and whose pages no copy reads any more; TensorRT-LLM may give the pages to others. Nothing is ever
         loaded in the background: what is said to be is done."""
         self._finished.update(finished_gen_req_ids)
-        self._poll()
+        worker = self.worker
+        if worker is None:  # closed: copies have ended, or are not served
+            self._stores.clear()
+        else:
+            self._report(worker)
         now = time.monotonic()
         late = [job for job, (_owner, deadline) in self._stores.items() if now > deadline]
-        if late and self.worker is not None:
+        if late and worker is not None:
             _log.warning("%d stores do not end and are given up; their blocks will be computed again", len(late))
-            self.worker.abort(late, 0.0)
+            worker.abort(late, 0.0)
             for job in late:
                 del self._stores[job]
         busy = {owner for owner, _deadline in self._stores.values()}
@@ -163,15 +173,14 @@ class TieredWorker(_Base):
         self._facts = leave_facts(arrangement.engine_id, self._rank, facts)
         atexit.register(self.close)
 
-    def _before_overwrite(self, fresh: Sequence[Sequence[int]]) -> None:
+    def _before_overwrite(self, worker: TierWorker, fresh: Sequence[Sequence[int]]) -> None:
         """Pages that get another owner now may still be read by stores."""
-        assert self.worker is not None
         if not self._stores:
             return
         for group, pages in enumerate(fresh):
-            if pages and not self.worker.before_overwrite(pages, WAIT_SECONDS, group):
+            if pages and not worker.before_overwrite(pages, WAIT_SECONDS, group):
                 _log.warning("stores do not end, and TensorRT-LLM needs their pages; they are given up")
-                self.worker.abort(list(self._stores), 0.0)
+                worker.abort(list(self._stores), 0.0)
                 self._stores.clear()
                 return
 
@@ -180,10 +189,9 @@ class TieredWorker(_Base):
             if self.worker is not None:
                 self.worker.fail_store(part.job_id, part.group, part.slots)
 
-    def _poll(self) -> None:
-        if self.worker is None:
-            return
-        for result in self.worker.poll():
+    def _report(self, worker: TierWorker) -> None:
+        """Note what has ended. Of the worker that the caller began with: one that is closed meanwhile ends its loads with an error."""
+        for result in worker.poll():
             self._stores.pop(result.job_id, None)
             if not result.is_store and result.error is not None:
                 raise TransferError(f"a copy from host memory to TensorRT-LLM's pages has failed {LOAD_ATTEMPTS} times ({result.error}); "

@@ -4,6 +4,7 @@ cache controller that calls the backend. Written from the names and shapes of th
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ class HostPool:
     shared_allocation_domain: object | None = None
 
     def __init__(self, layout: str = "page_first", pages: int = 32, page_size: int = 4, layers: int = 3, is_mla: bool = False,
-                 dtype: torch.dtype = torch.bfloat16, seed: int | None = None) -> None:
+                 dtype: torch.dtype = torch.bfloat16, seed: int | None = None, device_dtype: torch.dtype | None = None) -> None:
+        self.device_pool = SimpleNamespace(dtype=device_dtype or dtype)  # which 8-bit numbers: in the pools they are uint8
         self.layout, self.page_size, self.page_num, self.size, self.dtype = layout, page_size, pages, pages * page_size, dtype
         self.start_layer, self.end_layer, self.is_mla = 0, layers, is_mla
         heads, dim = (1, 24) if is_mla else (2, 8)

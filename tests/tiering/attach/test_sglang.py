@@ -229,7 +229,7 @@ def test_a_full_host_level_says_so_once_and_keeps_the_front(attach: Callable[...
 
 
 @pytest.mark.parametrize("indices", [torch.arange(8), torch.arange(2, 14), torch.arange(128, 140),
-                                     torch.tensor([0, 1, 2, 3, 9, 8, 7, 6] + [4] * 4)])
+                                     torch.tensor([0, 1, 2, 3, 9, 8, 7, 6] + [4] * 4), torch.tensor([0, 1, 2, 3, 4, 9, 9, 7] + [8] * 4)])
 def test_indices_that_name_no_whole_pages_are_misses(attach: Callable[..., Controller], indices: torch.Tensor) -> None:
     controller = attach()
     assert controller.backend.batch_set_v1(chain(3), indices) == [False] * 3
@@ -280,6 +280,44 @@ def test_clear_forgets_what_is_on_nvme_too(attach: Callable[..., Controller], tm
     assert attach(**nvme(tmp_path / "kv")).hits(chain(4)) == 0
 
 
+def test_flat_pages_that_a_clear_overtakes_are_not_stored_behind_it(attach: Callable[..., Controller],
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = attach(interface_v1=0)
+    store, calls = controller.backend._store, []
+    known = store.write
+
+    def cleared_after_the_first(*given: Any, **more: Any) -> Any:
+        answer = known(*given, **more)
+        calls.append(answer)
+        if len(calls) == 1:
+            controller.backend.clear()
+        return answer
+
+    monkeypatch.setattr(store, "write", cleared_after_the_first)
+    assert controller.backup(chain(4), [0, 1, 2, 3]) == 0
+    assert [controller.backend.exists(name) for name in chain(4)] == [False] * 4
+
+
+def test_a_new_pool_is_never_served_with_the_pages_of_the_one_before(attach: Callable[..., Controller],
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's threads may call while another pool is registered."""
+    controller = attach()
+    backend, second = controller.backend, HostPool(seed=2)
+    seen: list[tuple[bool, bool]] = []
+    known = TieredHiCache.__setattr__
+
+    def look(self: Any, name: str, value: Any) -> None:
+        known(self, name, value)
+        if self is backend and self._store is not None:
+            seen.append((self._store is first, self._pages is pages))
+
+    first, pages = backend._store, backend._pages
+    monkeypatch.setattr(TieredHiCache, "__setattr__", look)
+    backend.register_mem_pool_host(second)
+    assert seen
+    assert all(is_first or not is_old for is_first, is_old in seen)
+
+
 def test_pools_of_hybrid_models_fail_the_attachment(attach: Callable[..., Controller]) -> None:
     backend = attach().backend
     backend.register_mem_host_pool_v2(HostPool(), "mamba")
@@ -312,7 +350,8 @@ def test_sizes_in_bytes_are_of_all_ranks_together(attach: Callable[..., Controll
 
 
 @pytest.mark.parametrize("change", [
-    {"pool": {"page_size": 8}}, {"pool": {"dtype": torch.float16}}, {"pool": {"layout": "layer_first"}}, {"model": "m@2:0"}])
+    {"pool": {"page_size": 8}}, {"pool": {"dtype": torch.float16}}, {"pool": {"device_dtype": torch.float8_e5m2}},
+    {"pool": {"layout": "layer_first"}}, {"model": "m@2:0"}])
 def test_a_folder_of_another_page_size_dtype_layout_or_model_is_refused(attach: Callable[..., Controller], tmp_path: Path,
                                                                         change: dict[str, Any]) -> None:
     attach(**nvme(tmp_path / "kv")).backend.close()

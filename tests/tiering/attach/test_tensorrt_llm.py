@@ -401,6 +401,104 @@ def test_trouble_in_the_tier_is_a_miss_and_said_once(start: Callable[..., Engine
     assert engine.run(Request(4, PROMPT, 2)) == [0]
 
 
+def test_trouble_at_the_end_of_a_request_does_not_reach_the_engine(start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch,
+                                                                   caplog: pytest.LogCaptureFixture) -> None:
+    engine = start()
+    engine.run(Request(1, PROMPT, 2))
+    request = Request(2, PROMPT, 2)
+    assert engine.add(request) == 28
+
+    def broken(*arguments: Any, **others: Any) -> Any:
+        raise RuntimeError("a bug of ours")
+
+    plans = list(engine.scheduler._sequences[2].loads)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(engine.scheduler.index, "cancel_job", broken)
+        patch.setattr(engine.scheduler.index, "end_request", broken)
+        engine.cancel(request)
+        assert engine.scheduler.get_num_new_matched_tokens(Request(3, PROMPT, 2), 0) == (0, False)
+    assert "a bug of ours" in caplog.text
+    for plan in plans:
+        engine.scheduler.index.cancel_job(plan.job_id)
+    engine.scheduler.index.end_request("2")
+
+
+def test_a_request_that_cannot_be_looked_at_is_not_kept(start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start()
+    known, calls = tensorrt_llm_scheduler.namespace_of, []
+
+    def broken_the_second_time(request: Any) -> Any:
+        calls.append(request)
+        if len(calls) == 2:
+            raise RuntimeError("no such attribute on this side")
+        return known(request)
+
+    monkeypatch.setattr(tensorrt_llm_scheduler, "namespace_of", broken_the_second_time)
+    assert engine.run(Request(1, PROMPT, 2)) == [0]
+    assert engine.run(Request(2, PROMPT, 2)) == [0], "the first one was not stored"
+    assert engine.run(Request(3, PROMPT, 2)) == [28]
+
+
+def test_ranks_of_another_engine_under_the_same_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its facts would name this engine's blocks after another model."""
+    name = f"trt-{uuid.uuid4().hex[:12]}"
+    monkeypatch.setattr(tensorrt_llm_worker, "process_rank", lambda: 0)
+    monkeypatch.setenv("TRTLLM_KVTIER", json.dumps({"secondary": "8 blocks", "engine_id": name, "model": "m@1:0"}))
+    ours = TieredScheduler(llm_args())
+    monkeypatch.setenv("TRTLLM_KVTIER", json.dumps({"secondary": "8 blocks", "engine_id": name, "model": "m@2:0"}))
+    theirs = TieredWorker(llm_args())
+    theirs.register_kv_caches(torch.zeros(8, 4, dtype=torch.int8))
+    try:
+        with pytest.raises(ConfigError, match=r"engine_id.*m@2:0"):
+            ours.wait_for_initialization()
+        assert ours.index is None
+    finally:
+        theirs.close()
+
+
+def test_a_promised_load_on_a_closed_rank_stops_the_engine(start: Callable[..., Engine]) -> None:
+    """Nobody can be told that the pages hold garbage."""
+    engine = start()
+    engine.run(Request(1, PROMPT, 2))
+    request = Request(2, PROMPT, 2)
+    assert engine.add(request) == 28
+    engine.workers[0].close()
+    with pytest.raises(TransferError, match="closed"):
+        engine.step()
+    engine.cancel(request)
+
+
+def test_a_rank_that_is_closed_during_a_load_stops_the_engine(start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(faults="primary.copy.delay:200ms")
+    engine.run(Request(1, PROMPT, 2))
+    request, worker = Request(2, PROMPT, 2), engine.workers[0]
+    assert engine.add(request) == 28
+    known = worker.worker.wait
+
+    def closed_meanwhile(*given: Any) -> Any:
+        engine.workers[0].close()
+        return known(*given)
+
+    monkeypatch.setattr(worker.worker, "wait", closed_meanwhile)
+    with pytest.raises(TransferError, match=r"closed|aborted"):
+        engine.step()
+    engine.cancel(request)
+
+
+def test_a_rank_that_is_closed_behind_its_loads_stores_nothing_and_keeps_no_pages(start: Callable[..., Engine]) -> None:
+    engine = start()
+    engine.add(Request(1, PROMPT, 2))
+    engine.between = lambda: engine.workers[0].close()
+    while engine.active:
+        engine.step()
+    assert engine.workers[0].get_finished([1], []) == ([1], [])
+    for job_id in list(engine.scheduler._jobs):
+        engine.scheduler.index.cancel_job(job_id)
+    engine.settle()
+    assert engine.scheduler.get_num_new_matched_tokens(Request(2, PROMPT, 2), 0) == (0, False)
+    engine.scheduler.request_finished(Request(2, PROMPT, 2), [])
+
+
 def test_an_old_plan_that_stays_bound_is_carried_out_once(start: Callable[..., Engine]) -> None:
     engine = start()
     engine.add(Request(1, PROMPT, 2))
