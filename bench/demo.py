@@ -26,6 +26,7 @@ from kvtier.bench.demo_plan import (
     DEFAULT_TURNS,
     DEFAULT_USERS,
     QUICK_TURNS,
+    check_settings,
     check_size,
     plan_demo,
     recompute_config,
@@ -69,6 +70,7 @@ def run_demo(device: str = "cpu", model: Path | None = None, config: Path | None
     if json_file is not None:
         check_writable(json_file)
     check_device(device)
+    check_settings(config)
     console = console or Console()
     threads = threads or usable_cpus()
     with _torch_threads(threads), _scratch() as scratch:

@@ -89,6 +89,11 @@ def plan_demo(chat: ChatFormat, users: int, turns: int) -> DemoPlan:
                     primary, max(working_set // 4, 1), working_set + working_set // 4, max(in_flight, 1))
 
 
+def check_settings(file: Path | None) -> None:
+    """Raise ConfigError for a bad file or environment before a model is loaded for minutes."""
+    _load(file, {"nvme": "0 blocks"})
+
+
 def tiered_config(plan: DemoPlan, file: Path | None, keep_nvme: Path | None, scratch: Path) -> TierConfig:
     """Settings of the run with kvtier: the demo's own, except for what a file or the environment says.
 

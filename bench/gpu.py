@@ -40,6 +40,8 @@ def open_gpu_report(what: str, device: str, rounds: int, config: Mapping[str, ob
 
 def device_name(device: str) -> str:
     """What the driver calls it. ConfigError where there is no such device, or a torch that cannot use it."""
+    if not device.startswith("cuda"):
+        raise ConfigError(f'device={device!r}: unknown; use "cpu", "cuda" or "cuda:N"')
     try:
         return torch.cuda.get_device_name(device)
     except (RuntimeError, AssertionError, ValueError) as error:  # no driver, a torch without CUDA, no such number or name

@@ -184,8 +184,9 @@ def read_trace(path: Path, block: int = DEFAULT_BLOCK, progress: Progress | None
     for line, fields in json_lines(path, EXAMPLE, progress):
         hash_ids = fields.get("hash_ids")
         if not isinstance(hash_ids, list) or not set(map(type, hash_ids)) <= {int}:
+            chat = "; for chats as text give --tokenizer" if "hash_ids" not in fields and "messages" in fields else ""
             raise ConfigError(f"{path.name}, line {line}: hash_ids={_shown(hash_ids)}; expected a list of whole numbers, one for each "
-                              f"{block} tokens of the prompt")
+                              f"{block} tokens of the prompt{chat}")
         builder.add(line, _number(path, line, fields, "timestamp", 0), _number(path, line, fields, "input_length", 1),
                     _number(path, line, fields, "output_length", 0), hash_ids)
     return builder.finish()

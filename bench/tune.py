@@ -214,7 +214,10 @@ def speeds_from(files: Sequence[Path]) -> Speeds:
         try:
             document = json.loads(file.read_text(encoding="utf-8"))
             rows = {row["name"]: float(row["median"]) * 1e9 for row in document["results"] if row["unit"] == "GB/s"}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:
+            raise ConfigError(f"{file}: cannot be read ({error.strerror}); write it with kvtier bench copy --json or "
+                              "kvtier bench nvme --json") from error
+        except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{file}: not the figures of a benchmark ({type(error).__name__}: {error}); write them with "
                               "kvtier bench copy --json or kvtier bench nvme --json") from error
         wanted = {name: rows[name] for name in ("copy/secondary->primary/2MiB", "nvme/read/2MiB", "nvme/write/2MiB") if name in rows}

@@ -126,6 +126,8 @@ def measured_speeds(directory: Path | None) -> Speeds:
 
 
 def _bytes(text: str, name: str, least: int = 0) -> int:
+    if text.strip().replace(".", "", 1).isdecimal():  # parse_size would also suggest blocks and percents
+        raise ConfigError(f'{name}={text!r}: a size needs a unit; write for example "{text.strip()}GB"')
     size = parse_size(text, name)
     if size.kind is not SizeKind.BYTES:
         raise ConfigError(f'{name}={text!r}: must be a size in bytes, for example "600TB"')
@@ -159,13 +161,24 @@ def sentences_of(found: Tuned, options: TuneOptions) -> list[str]:
     wear = found.wear
     if found.purchases[1].blocks:
         hits = "" if wear.writes_per_hit is None else f", {wear.writes_per_hit:.2f} blocks for each found there"
-        said.append(f"NVMe: {short_bytes(wear.bytes_per_day)} written a day{hits}; that is the level's size {wear.size_per_day:.2g} times")
+        said.append(f"NVMe: {short_bytes(wear.bytes_per_day)} written a day{hits}; that is {_plain(wear.size_per_day)} times "
+                    "the level's size")
         if wear.days is not None:
-            said.append(f"an endurance of {options.endurance} lasts {wear.days / 365:.2g} years"
+            said.append(f"an endurance of {options.endurance} lasts about {_lifetime(wear.days)}"
                         + (f"; {_SPARING}" if wear.days < LEAST_DAYS else ""))
     said.append(f"the engine is taken to compute {options.prefill_rate:g} tokens/s (--prefill-rate)")
     said += list(found.speeds.sources) or ["no speeds were measured: kvtier tune --measure, or --measured with the figures of kvtier bench"]
     return said
+
+
+def _plain(number: float) -> str:
+    """Two digits that count, never as a power of ten."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
+def _lifetime(days: float) -> str:
+    """A time in the unit that fits it."""
+    return f"{_plain(days / 365)} years" if days >= 2 * 365 else f"{_plain(days / 30)} months" if days >= 60 else f"{_plain(days)} days"
 
 
 def config_text(found: Tuned, options: TuneOptions) -> str:

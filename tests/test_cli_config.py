@@ -57,7 +57,8 @@ def test_check_says_what_files_set_and_what_the_environment_overrules(tmp_path: 
 
 
 @pytest.mark.parametrize(("text", "reason"), [("primary: 8\n", "a size needs a unit"), ("rank: 3\n", "rank=3 with num_ranks=1"),
-                                              ("- a\n", "must hold keys and values"), ("a: [", "correct the file")])
+                                              ("- a\n", "must hold keys and values"),
+                                              ("a: [", "line 1, column 5: while parsing a flow node, expected the node content")])
 def test_a_bad_file_is_refused_by_each_command(tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / "bad.yaml").write_text(text)
     for arguments in (["check", tmp_path / "bad.yaml"], ["show", "--config", tmp_path / "bad.yaml"]):

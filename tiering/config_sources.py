@@ -115,6 +115,8 @@ def read_file(path: Path) -> dict[str, object]:
     Raises:
         ConfigError: missing or unreadable, another ending, a syntax error, or no mapping of keys.
     """
+    if os.path.isdir(path):  # unlike Path.is_dir, never an error
+        raise ConfigError(f"config file {path}: is a folder; name a .yaml, .yml or .toml file")
     if path.suffix not in (".yaml", ".yml", ".toml"):
         raise ConfigError(f"config file {path}: unknown kind {path.suffix!r}; use a .yaml, .yml or .toml file")
     try:
@@ -122,6 +124,10 @@ def read_file(path: Path) -> dict[str, object]:
         data = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"config file {path}: cannot be read ({error.strerror}); check the path") from error
+    except yaml.MarkedYAMLError as error:
+        place = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: "
+        said = ", ".join(filter(None, (error.context, error.problem)))
+        raise ConfigError(f"config file {path}: {place}{said}; correct the file") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"config file {path}: {' '.join(str(error).split())}; correct the file") from error
     except RecursionError:

@@ -29,5 +29,5 @@ PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE", parser=
 CompareWith = Annotated[Path | None, typer.Option("--compare", metavar="FILE", show_default=False,
                                                   help="Figures of an earlier run here; exit code 1 where a row has become worse.")]
 Quick = Annotated[bool, typer.Option("--quick", help="The short form, for a first look.")]
-Directory = Annotated[str | None, typer.Option(metavar="DIR", help="Folder on the drive to measure.")]
+Directory = Annotated[str | None, typer.Option(metavar="DIR", help="Folder on the drive to measure; the current one when left out.")]
 Device = Annotated[str, typer.Option(metavar="DEVICE", help='"cpu", "cuda" or "cuda:N".')]

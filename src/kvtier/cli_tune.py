@@ -11,8 +11,9 @@ TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="Requests, one 
 Block = Annotated[int | None, typer.Option(min=1, metavar="TOKENS", show_default=False,
                                            help="Tokens of a block: 512, or 16 for text chats, when left out.")]
 Tokenizer = Annotated[str | None, typer.Option(metavar="FILE", help='The trace is text chats; a tokenizer.json, or "bytes".')]
-Model = Annotated[str, typer.Option(metavar="NAME", help="A known model or a config.json: how large a block is.")]
-Dtype = Annotated[str, typer.Option(metavar="TYPE", help="Element type of keys and values.")]
+Model = Annotated[str, typer.Option(metavar="NAME",
+                                    help="Sets how large a block is: a known model, such as llama-3.2-1b, or a config.json.")]
+Dtype = Annotated[str, typer.Option(metavar="TYPE", help="Element type of keys and values: bfloat16, float16, float32, fp8 or int8.")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to FILE.")]
 _SIZE = 'such as "4096 blocks", "64GiB", or "5%" of the trace\'s unique blocks'
 
@@ -27,12 +28,12 @@ def replay(trace: TraceFile,
            primary: Annotated[str, typer.Option(metavar="SIZE", help=f"Primary level, {_SIZE}.")],
            secondary: Annotated[str, typer.Option(metavar="SIZE", help="Secondary level.")] = "0 blocks",
            nvme: Annotated[str, typer.Option(metavar="SIZE", help="NVMe level.")] = "0 blocks",
-           policy: Annotated[str, typer.Option(metavar="NAME", help="Eviction policy.")] = "default",
+           policy: Annotated[str, typer.Option(metavar="NAME", help="Eviction policy: default, lru, halving or seen-first.")] = "default",
            block: Block = None, tokenizer: Tokenizer = None, model: Model = "llama-3.1-8b", dtype: Dtype = "bfloat16",
            keep_backing: Annotated[bool, typer.Option(help="Keep the lower copy of a promoted block.")] = True,
            write_ahead_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the secondary level kept clean.")] = 0.25,
            nvme_min_uses: Annotated[int, typer.Option(min=0, max=2, help="Earlier uses of a prompt before it is written to NVMe.")] = 0,
-           nvme_max_depth: Annotated[int, typer.Option(min=0, help="Keep off NVMe what lies behind so many blocks; 0: nothing.")] = 0,
+           nvme_max_depth: Annotated[int, typer.Option(min=0, help="Keep off NVMe blocks deeper in a prompt than this; 0: no limit.")] = 0,
            copy_bandwidth: Annotated[str | None, typer.Option(metavar="RATE", help='Simulated, such as "20GB/s"; at once by '
                                                               "default.")] = None,
            nvme_bandwidth: Annotated[str | None, typer.Option(metavar="RATE", help="Simulated, of reads and of writes.")] = None,
@@ -46,7 +47,7 @@ def replay(trace: TraceFile,
 
 
 def tune(trace: TraceFile,
-         primary: Annotated[str, typer.Option(metavar="SIZE", help="Device memory for blocks that the engine has.")] = "40GiB",
+         primary: Annotated[str, typer.Option(metavar="SIZE", help="Device memory for cached blocks.")] = "40GiB",
          host_limit: Annotated[str | None, typer.Option(metavar="SIZE", help="Most host memory to recommend; by default 80% of what is "
                                                         "free.")] = None,
          nvme_limit: Annotated[str | None, typer.Option(metavar="SIZE", help="Most NVMe to recommend; by default 90% of what is "

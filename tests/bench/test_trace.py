@@ -51,6 +51,7 @@ def test_compressed_files_are_read_as_they_are(tmp_path: Path, opened: object) -
     ('{"timestamp": 1, "input_length": 7', r"line 2: not JSON, .*\(the file ends inside this line\); expected"),
     ("[1]\n", r"line 2: \[1\]; expected an object"),
     ('{"timestamp": 1}\n', "line 2: hash_ids=nothing; expected a list of whole numbers"),
+    ('{"timestamp": 1, "messages": []}\n', "line 2: hash_ids=nothing; .* give --tokenizer"),
     (line(hash_ids=(0, True)), r"line 2: hash_ids=\[0, true\]; expected a list of whole numbers"),
     (line(timestamp="soon"), 'line 2: timestamp="soon"; expected a whole number of at least 0'),
     (line(input_length=0), "line 2: input_length=0; expected a whole number of at least 1"),

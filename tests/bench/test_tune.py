@@ -87,7 +87,7 @@ def test_speeds_come_from_the_figures_of_the_benchmarks(tmp_path: Path) -> None:
     assert len(speeds.sources) == 3
     (tmp_path / "other.json").write_text('{"results": []}')
     (tmp_path / "broken.json").write_text('{"results"')
-    for name, said in (("other", "has neither"), ("broken", "not the figures of a benchmark"), ("missing", "not the figures")):
+    for name, said in (("other", "has neither"), ("broken", "not the figures of a benchmark"), ("missing", "cannot be read")):
         with pytest.raises(ConfigError, match=said):
             speeds_from([tmp_path / f"{name}.json"])
 
@@ -164,7 +164,9 @@ def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
     ({"config_file": Path("tier.toml")}, r"name a \.yaml file"), ({"model": "gpt-oss-21b"}, "did you mean gpt-oss-20b"),
     ({"endurance": "5%"}, "must be a size in bytes"), ({"endurance": "0TB"}, "at least 1 byte"),
     ({"nvme_directory": Path(__file__)}, "not a folder"), ({"prefill_rate": 0.0}, "prefill_rate=0.0"), ({"sample": 2.0}, "sample=2.0"),
-    ({"primary": "lots"}, "primary='lots'"), ({"block": 16}, "--block 512"), ({"measured": [Path("/nonexistent.json")]}, "not the figures"),
+    ({"primary": "lots"}, "primary='lots'"),
+    ({"endurance": "600"}, 'write for example "600GB"'), ({"block": 16}, "--block 512"),
+    ({"measured": [Path("/nonexistent.json")]}, "cannot be read"),
 ])
 def test_bad_input_is_refused_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, object],
                                                      said: str) -> None:
