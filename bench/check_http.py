@@ -29,7 +29,7 @@ class HttpEngine:
         url: its address, such as http://127.0.0.1:8000.
         model: one of those it serves; the first when None.
         api_key: sent along if the server wants one.
-        probe_seconds: for the first, short request.
+        probe_seconds: for the first, short request; a minute when None.
 
     Raises:
         ConfigError: no server, none of these models, a key that is missing or wrong, no metrics of vLLM.
@@ -38,7 +38,7 @@ class HttpEngine:
     is_shared = True
 
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None,
-                 probe_seconds: float = 6 * FIRST_SECONDS) -> None:
+                 probe_seconds: float | None = None) -> None:
         self.name = self._url = server_url(url)
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -51,7 +51,8 @@ class HttpEngine:
             self.model = str(chosen["id"])
             self.max_tokens = int(chosen.get("max_model_len") or 2048)
             probe = Order(_text(random.Random(), _PROBE_WORDS), "kvtier-check-probe", reads=False, writes=False)
-            self._tokens_per_word = self.ask(probe, probe_seconds).prompt_tokens / _PROBE_WORDS
+            seconds = 6 * FIRST_SECONDS if probe_seconds is None else probe_seconds
+            self._tokens_per_word = self.ask(probe, seconds).prompt_tokens / _PROBE_WORDS
         except EngineTrouble as error:
             raise ConfigError(str(error)) from error
 

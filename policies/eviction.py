@@ -308,7 +308,7 @@ class EvictionQueues:
     def content_by_priority(self, level: int) -> dict[int, int]:
         """How many records of content there are of each priority that has any, ascending."""
         base = level * LISTS_PER_LEVEL
-        return {priority: int(self.heads[base + priority].length) for priority in self.levels[level].occupied}
+        return {priority: int(self.heads[base + priority].content) for priority in self.levels[level].occupied}
 
     def coldest(self, level: int, min_priority: int, limit: int) -> list[QueueRecord]:
         """Up to ``limit`` records of content of at least ``min_priority``, in the order in which they would be given up."""

@@ -90,6 +90,7 @@ def test_of_each_grades_coldest_the_one_of_the_largest_weighted_age_goes(weights
     planned = [records.index(record) for record in queues.coldest(0, 0, 99)]
     assert planned == [records.index(record) for record in queues.members(0)]
     assert queues.coldest(0, 0, 2) == [records[number] for number in planned[:2]]
+    assert queues.content_by_priority(0) == {35: 6}, "of all grades"
     taken = []
     while (front := queues.front(0)) is not None:
         taken.append(records.index(front))
