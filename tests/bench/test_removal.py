@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -62,4 +63,20 @@ def test_a_thread_that_is_still_writing_does_not_keep_the_folder(tmp_path: Path)
     writing.start()
     remove_folder(folder)
     writing.join()
+    assert not folder.exists()
+
+
+def test_a_folder_that_is_made_again_is_removed_again(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+
+    def make_again() -> None:
+        time.sleep(0.2)
+        folder.mkdir()
+        (folder / "file").write_text("late")
+
+    late = threading.Thread(target=make_again)
+    late.start()
+    remove_folder(folder, calm=1.0)
+    late.join()
     assert not folder.exists()
