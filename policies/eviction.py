@@ -18,6 +18,7 @@ from kvtier.policies.named import candidates_of
 from kvtier.policies.queue_record import NOT_QUEUED, QueueRecord
 from kvtier.policies.retention import DEFAULT_PRIORITY
 from kvtier.policies.shadows import NUM_GRADES, Weights
+from kvtier.policies.stamp_order import beside, from_both_ends
 
 if TYPE_CHECKING:
     from mypy_extensions import i64  # machine integers where this is compiled; plain ints otherwise
@@ -28,7 +29,6 @@ BACKING: Final = 102        # list of backings that are given up before content
 KEPT_BACKING: Final = 103   # list of backings that are given up only together with what they back
 GRADE_LISTS: Final = (0, 104, 205)  # by grade, where its lists of priorities 0..100 begin
 LISTS_PER_LEVEL: Final = 306
-NEAR: Final = 64           # records looked at around an old neighbour before a list is searched from its ends
 
 
 class LevelQueues:
@@ -40,10 +40,6 @@ class LevelQueues:
         self.free: i64 = 0
         self.evictable: i64 = 0
         self.occupied: list[int] = []
-
-
-NOWHERE: Final = QueueRecord()
-"""In no list."""
 
 
 class ListHead(QueueRecord):
@@ -163,9 +159,9 @@ class EvictionQueues:
         colder = head.previous
         if colder is not head and colder.stamp > stamp:
             neighbour = record.previous
-            colder = _beside(neighbour, stamp) if neighbour.queue == head.queue else neighbour
+            colder = beside(neighbour, stamp) if neighbour.queue == head.queue else neighbour
             if colder.queue != head.queue:
-                colder = _from_both_ends(head, stamp)
+                colder = from_both_ends(head, stamp)
         extra = record.extra
         if extra is not None and extra.expires_at > 0.0:
             self._await_expiry(record, extra.expires_at)
@@ -399,35 +395,6 @@ def _insert_after(place: QueueRecord, record: QueueRecord, head: ListHead) -> No
         first.content += 1
         level.evictable += 1
     head.length += 1
-
-
-def _beside(neighbour: QueueRecord, stamp: int) -> QueueRecord:
-    """The warmest record of the neighbour's list that is not warmer than ``stamp``, if it is near; otherwise one that is in no list."""
-    steps: i64 = NEAR
-    place = neighbour
-    while place.stamp > stamp:  # the head's is 0
-        place = place.previous
-        steps -= 1
-        if steps == 0:
-            return NOWHERE
-    while place.next.stamp <= stamp and place.next.stamp != 0:
-        place = place.next
-        steps -= 1
-        if steps == 0:
-            return NOWHERE
-    return place
-
-
-def _from_both_ends(head: ListHead, stamp: int) -> QueueRecord:
-    """The warmest record of a list that is not warmer than ``stamp``; the head when there is none."""
-    colder = head.previous
-    warmer = head.next
-    while colder is not head and colder.stamp > stamp:
-        if warmer is head or warmer.stamp > stamp:
-            return warmer.previous
-        colder = colder.previous
-        warmer = warmer.next
-    return colder
 
 
 def _is_awaited(entry: tuple[float, int, QueueRecord]) -> bool:

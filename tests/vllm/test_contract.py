@@ -13,8 +13,9 @@ from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from kvtier.errors import ConfigError
 from kvtier.tiering.attach import vllm as adapter
-from kvtier.tiering.attach.vllm_facts import CRYPTOGRAPHIC, KNOWN_DTYPES
-from kvtier.tiering.attach.vllm_interface import check_interface, differences, installed_version
+from kvtier.tiering.attach.interface_differences import differences
+from kvtier.tiering.attach.rank_facts import CRYPTOGRAPHIC, KNOWN_DTYPES
+from kvtier.tiering.attach.vllm_interface import check_interface, installed_version
 from kvtier.tiering.attach.vllm_manager import TieredManager, TierTransfer
 from kvtier.tiering.attach.vllm_metrics import metric_definitions
 from kvtier.tiering.attach.vllm_pages import Part

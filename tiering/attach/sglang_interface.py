@@ -12,7 +12,7 @@ import importlib.metadata
 from typing import Any, Final
 
 from kvtier.errors import ConfigError
-from kvtier.tiering.attach.vllm_interface import differences
+from kvtier.tiering.attach.interface_differences import differences
 
 STORAGE_MODULE: Final = "sglang.srt.mem_cache.hicache_storage"
 READ_VERSION: Final = "0.5.23"

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from kvtier.errors import ConfigError
-from kvtier.tiering.attach.vllm_interface import differences
+from kvtier.tiering.attach.interface_differences import differences
 
 MODULES: Final = ("tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector", "tensorrt_llm._torch.pyexecutor.kv_cache_connector")
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvtier.errors import ConfigError
+from kvtier.tiering.attach.rank_facts import collect_facts
 from kvtier.tiering.attach.tensorrt_llm_interface import base_classes
 from kvtier.tiering.attach.tensorrt_llm_plan import KeyChain, Part, StepPlan, namespace_of
 from kvtier.tiering.attach.tensorrt_llm_settings import JOB_SECONDS, arrange
-from kvtier.tiering.attach.vllm_facts import collect_facts
 from kvtier.tiering.tier_index import TierIndex
 from kvtier.tiering.tier_messages import LoadPlan
 from kvtier.tiering.tier_pulse import TierPulse

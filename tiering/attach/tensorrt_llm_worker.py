@@ -16,10 +16,10 @@ from typing import IO, Any, Final
 import torch
 
 from kvtier.errors import ConfigError, KVTierError, TransferError
+from kvtier.tiering.attach.rank_facts import Facts, leave_facts
 from kvtier.tiering.attach.tensorrt_llm_interface import base_classes, process_rank
 from kvtier.tiering.attach.tensorrt_llm_plan import Part, StepPlan
 from kvtier.tiering.attach.tensorrt_llm_settings import JOB_SECONDS, arrange
-from kvtier.tiering.attach.vllm_facts import Facts, leave_facts
 from kvtier.tiering.tier_plan import TierPlan
 from kvtier.tiering.tier_worker import LOAD_ATTEMPTS, TierWorker
 

@@ -14,7 +14,7 @@ import logging
 from typing import IO, Any
 
 from kvtier.errors import ConfigError
-from kvtier.tiering.attach.vllm_facts import collect_facts, leave_facts
+from kvtier.tiering.attach.rank_facts import collect_facts, leave_facts
 from kvtier.tiering.attach.vllm_interface import check_interface, check_version, installed_version, supported
 from kvtier.tiering.attach.vllm_settings import VllmSettings, read_settings
 from kvtier.tiering.config import TierConfig

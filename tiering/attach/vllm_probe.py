@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.errors import ConfigError
-from kvtier.tiering.attach.vllm_facts import CRYPTOGRAPHIC, Facts, check_dtype
+from kvtier.tiering.attach.rank_facts import CRYPTOGRAPHIC, Facts, check_dtype
 from kvtier.tiering.attach.vllm_identity import model_identity
 from kvtier.tiering.attach.vllm_settings import VllmSettings
 

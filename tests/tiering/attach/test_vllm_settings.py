@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError, TransferError
 from kvtier.tiering.attach import vllm_wishes
-from kvtier.tiering.attach.vllm_facts import Facts, check_dtype, collect_facts, leave_facts
-from kvtier.tiering.attach.vllm_identity import WHOLE_BYTES, files_fingerprint, model_identity
-from kvtier.tiering.attach.vllm_interface import check_interface, check_version, differences
+from kvtier.tiering.attach.interface_differences import differences
+from kvtier.tiering.attach.rank_facts import Facts, check_dtype, collect_facts, leave_facts
+from kvtier.tiering.attach.vllm_identity import ORIGIN, model_identity
+from kvtier.tiering.attach.vllm_interface import check_interface, check_version
 from kvtier.tiering.attach.vllm_pages import Part, pages_of
 from kvtier.tiering.attach.vllm_settings import read_settings
 from kvtier.tiering.attach.vllm_wishes import Wishes, read_wishes
+from kvtier.tiering.attach.weight_files import WHOLE_BYTES, files_fingerprint
 
 LINE = {"spec_name": "TieredSpec", "spec_module_path": "kvtier.tiering.attach.vllm", "secondary": "64MiB"}
 FACTS = Facts(((4096, 4096), (2048,)), (False, True), {"dtype": "float32"}, "model@local:1")
@@ -147,7 +149,7 @@ def test_other_weights_are_another_model(tmp_path: Path) -> None:
     file.write_bytes(changed)
     assert model_identity(str(tmp_path), None, None) != first
     file.rename(tmp_path / "model-00001.safetensors")
-    assert len({first, model_identity(str(tmp_path), None, None), files_fingerprint(tmp_path)}) == 3
+    assert len({first, model_identity(str(tmp_path), None, None), files_fingerprint(tmp_path, ORIGIN)}) == 3
 
 
 def test_a_model_of_a_hub_is_known_by_its_commit_and_otherwise_not_at_all(tmp_path: Path) -> None:
