@@ -250,6 +250,8 @@ class LockedTier(Generic[LedgerT]):
                     self.transfers.issue(records)
             finally:
                 self._num_issued += len(records)
+        if records:
+            self.transfers.let_begin()
 
     @property
     def _all_issued(self) -> bool:
