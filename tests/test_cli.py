@@ -24,10 +24,10 @@ def kvtier_command(*arguments: str, environment: dict[str, str] | None = None) -
 
 def leaving(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> object:
     """The exit code of ``main`` when a command raises ``error``."""
-    def broken(prog_name: str) -> None:
+    def broken(app: object) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "app", broken)
+    monkeypatch.setattr(cli, "run", broken)
     with pytest.raises(SystemExit) as raised:
         cli.main()
     return raised.value.code
@@ -109,10 +109,10 @@ def test_what_a_user_can_cause_is_one_line_on_stderr(
 @pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), AssertionError("a bug"),
                                    ModuleNotFoundError("a bug", name="kvtier.nowhere")])
 def test_our_own_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def broken(prog_name: str) -> None:
+    def broken(app: object) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "app", broken)
+    monkeypatch.setattr(cli, "run", broken)
     with pytest.raises(type(error)):
         cli.main()
 

@@ -31,15 +31,21 @@ def replay(trace: TraceFile,
            policy: Annotated[str, typer.Option(metavar="NAME", help="Eviction policy: default, lru, halving or seen-first.")] = "default",
            block: Block = None, tokenizer: Tokenizer = None, model: Model = "llama-3.1-8b", dtype: Dtype = "bfloat16",
            keep_backing: Annotated[bool, typer.Option(help="Keep the lower copy of a promoted block.")] = True,
-           write_ahead_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the secondary level kept clean.")] = 0.25,
-           nvme_min_uses: Annotated[int, typer.Option(min=0, max=2, help="Earlier uses of a prompt before it is written to NVMe.")] = 0,
-           nvme_max_depth: Annotated[int, typer.Option(min=0, help="Keep off NVMe blocks deeper in a prompt than this; 0: no limit.")] = 0,
+           write_ahead_share: Annotated[float, typer.Option(min=0.0, max=1.0, metavar="SHARE",
+                                                        help="Of the secondary level: kept clean.")] = 0.25,
+           nvme_min_uses: Annotated[int, typer.Option(min=0, max=2, metavar="N",
+                                                  help="Earlier uses of a prompt before it is written to NVMe.")] = 0,
+           nvme_max_depth: Annotated[int, typer.Option(min=0, metavar="BLOCKS",
+                                                   help="Keep off NVMe blocks deeper in a prompt than this; 0: no limit.")] = 0,
            copy_bandwidth: Annotated[str | None, typer.Option(metavar="RATE", help='Simulated, such as "20GB/s"; at once by '
                                                               "default.")] = None,
            nvme_bandwidth: Annotated[str | None, typer.Option(metavar="RATE", help="Simulated, of reads and of writes.")] = None,
            json: Json = None,
            plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time lines into FILE (png, svg, pdf).")] = None) -> None:
-    """Run a trace through the real bookkeeping with counted bytes: hits by level, bytes moved and written, evictions."""
+    """What a trace would get from levels of given sizes.
+
+    It runs through the real bookkeeping with counted bytes: hits by level, bytes moved and written, evictions.
+    """
     from kvtier.bench.replay_report import ReplayOptions, run_replay
     raise typer.Exit(run_replay(ReplayOptions(
         trace, primary, secondary, nvme, policy, block, tokenizer, model, dtype, keep_backing, write_ahead_share, nvme_min_uses,
@@ -64,7 +70,10 @@ def tune(trace: TraceFile,
          json: Json = None,
          html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report that needs no other file.")] = None,
          config: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a configuration (YAML) ready to use.")] = None) -> None:
-    """Say how much host memory and NVMe a trace's traffic is worth, and what each size buys."""
+    """How much host memory and NVMe a trace's traffic is worth.
+
+    Says what each size buys, and how much of the drive's life it takes.
+    """
     from kvtier.bench.tune_report import TuneOptions, run_tune
     from kvtier.tiering.config_sources import expand_path
     directory = None if nvme_directory is None else expand_path(nvme_directory, "--nvme-directory")
