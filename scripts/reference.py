@@ -352,7 +352,8 @@ def errors_page() -> str:
             out += [f"### {name}", "", f"{'An' if base[0] == 'E' else 'A'} `{base}`. {as_markdown(value.__doc__)}", ""]
     out += ["## Exit codes", "", as_markdown(kvtier.exit_codes.__doc__), "", "| code | name | when |", "|---|---|---|"]
     source = inspect.getsource(kvtier.exit_codes)
-    when = {"FINE": "what was asked for is done, and every check held", "CHECK_FAILED": "what was looked at did not hold, nobody answered, or it could not be carried out",
+    when = {"FINE": "what was asked for is done, and every check held",
+            "CHECK_FAILED": "what was looked at did not hold, nobody answered, or it could not be carried out",
             "USED_WRONGLY": "bad options, settings, files; nothing was begun", "INTERRUPTED": "Ctrl-C; what was begun is tidied up",
             "TERMINATED": "SIGTERM; what was begun is tidied up"}
     for name, code in re.findall(r"^(\w+): Final = (\d+)", source, flags=re.MULTILINE):

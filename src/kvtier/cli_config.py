@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from kvtier.errors import ConfigError
+
 config = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Settings of the tier: show them, check a file of them.")
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="This file instead of the one KVTIER_CONFIG names.")]
@@ -44,7 +46,10 @@ def check(files: Annotated[list[Path], typer.Argument(metavar="FILE", help="YAML
     """
     from kvtier.tiering.config import TierConfig
     for file in files:
-        found = TierConfig.from_file(file)
+        try:
+            found = TierConfig.from_file(file)
+        except ConfigError as error:  # settings that contradict each other may come from several places
+            raise error if str(file) in str(error) else ConfigError(f"{file}: {error}") from None
         changed = [key for key, _, source in found.effective() if source.startswith("file")]
         others = [key for key, _, source in found.effective() if source.startswith("environment")]
         typer.echo(f"{file}: good; it sets {', '.join(changed) or 'nothing'}"
