@@ -7,6 +7,7 @@ as settings. Ours does what KvikIO alone does not: header, checksum on the devic
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -74,7 +75,7 @@ def measure_gds(directory: Path | None = None, quick: bool = False, device: str 
         raise ConfigError(f"{parent}: the benchmark writes {geometry.file_bytes} bytes and leaves as much free; choose another folder")
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-gds-", dir=parent) as folder:
         if open_path is None:
-            reason = gds_probe.obstacle(device, Path(folder)) or gds_probe.try_directory(Path(folder), device)
+            reason = gds_probe.obstacle(device, Path(folder)) or _missing_package() or gds_probe.try_directory(Path(folder), device)
             if reason is not None:
                 raise ConfigError(f"there is no GPUDirect Storage between {device} and {parent}: {reason}")
             number = int(device.partition(":")[2] or 0)
@@ -93,6 +94,11 @@ def measure_gds(directory: Path | None = None, quick: bool = False, device: str 
                 best = max(best, (rate, f'gds_threads={threads}, gds_task_size="{size_name(task)}"'))
         report.note(f"Fastest reads here: {best[1]}.")
     return report
+
+
+def _missing_package() -> str | None:
+    """What the probe would only say in Python's words."""
+    return None if importlib.util.find_spec("cupy") is not None else "CuPy is not installed; pip install 'kvtier[cuda]'"
 
 
 class _Stage:

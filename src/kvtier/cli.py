@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Final, NoReturn
 
 import typer
 
@@ -32,6 +32,10 @@ app = typer.Typer(name="kvtier", no_args_is_help=True, add_completion=False, pre
                   help="The memory tier for LLM inference engines: KV cache in GPU memory, host memory and NVMe.",
                   epilog="Exit codes: 0 fine, 1 it did not hold or nobody answered, 2 used wrongly and nothing was begun, 130 and 143 "
                          "ended by Ctrl-C or SIGTERM, after tidying up.")
+
+
+_EXTRAS: Final = {"cupy": "cuda", "kvikio": "cuda", "matplotlib": "bench", "vllm": "vllm"}
+"""Which extra of pyproject.toml installs a package. The demo's other packages need more than one command."""
 
 
 def _show_version(wanted: bool) -> None:
@@ -107,7 +111,9 @@ def main() -> NoReturn:
         if error.name is None or error.name.partition(".")[0] == "kvtier":
             raise
         from kvtier.bench import INSTALL_DEMO
-        _leave(f"the package {error.name!r} is not installed; {INSTALL_DEMO}", USED_WRONGLY)
+        extra = _EXTRAS.get(error.name.partition(".")[0])
+        remedy = INSTALL_DEMO if extra is None else f"pip install 'kvtier[{extra}]'"
+        _leave(f"the package {error.name!r} is not installed; {remedy}", USED_WRONGLY)
     except BrokenPipeError:
         sys.stderr.close()  # whoever read our output has had enough
         sys.exit(CHECK_FAILED)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from kvtier.cli_options import writable_file
 from kvtier.exit_codes import CHECK_FAILED, FINE
 
 
@@ -25,8 +26,9 @@ def check(url: Annotated[str, typer.Option(metavar="URL", help="Address of vllm 
           level: Annotated[CheckedLevel, typer.Option(help="Where the second answer must come from.")] = CheckedLevel.HOST,
           tokens: Annotated[int, typer.Option(min=16, metavar="N", help="Length of the prompt; less where the model takes less.")] = 2048,
           timeout: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="For the whole check.")] = 600.0,
-          save: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False, help="Store a prompt, write it to FILE and stop: "
-                                                    "restart the engine, then --resume FILE.")] = None,
+          save: Annotated[Path | None, typer.Option(metavar="FILE", parser=writable_file, show_default=False,
+                                                    help="Store a prompt, write it to FILE and stop: restart the engine, then --resume "
+                                                    "FILE.")] = None,
           resume: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False, help="Go on, after a restart, with what --save "
                                                       "wrote.")] = None,
           api_key: Annotated[str | None, typer.Option(envvar="VLLM_API_KEY", metavar="KEY", show_default=False,

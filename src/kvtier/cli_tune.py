@@ -7,15 +7,23 @@ from typing import Annotated
 
 import typer
 
+from kvtier.cli_options import JsonFile, writable_file
+
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="Requests, one JSON object on each line (docs/tuning.md).")]
 Block = Annotated[int | None, typer.Option(min=1, metavar="TOKENS", show_default=False,
                                            help="Tokens of a block: 512, or 16 for text chats, when left out.")]
 Tokenizer = Annotated[str | None, typer.Option(metavar="FILE", help='The trace is text chats; a tokenizer.json, or "bytes".')]
 Model = Annotated[str, typer.Option(metavar="NAME",
-                                    help="Sets how large a block is: a known model, such as llama-3.2-1b, or a config.json.")]
+                                    help="Sets how large a block is: a known model (kvtier tune --list-models), or a config.json.")]
 Dtype = Annotated[str, typer.Option(metavar="TYPE", help="Element type of keys and values: bfloat16, float16, float32, fp8 or int8.")]
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to FILE.")]
 _SIZE = 'such as "4096 blocks", "64GiB", or "5%" of the trace\'s unique blocks'
+
+
+def _list_models(wanted: bool) -> None:
+    if wanted:
+        from kvtier.bench.model_sizes import catalogue_lines
+        typer.echo("\n".join(catalogue_lines()))
+        raise typer.Exit
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -40,8 +48,9 @@ def replay(trace: TraceFile,
            copy_bandwidth: Annotated[str | None, typer.Option(metavar="RATE", help='Simulated, such as "20GB/s"; at once by '
                                                               "default.")] = None,
            nvme_bandwidth: Annotated[str | None, typer.Option(metavar="RATE", help="Simulated, of reads and of writes.")] = None,
-           json: Json = None,
-           plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time lines into FILE (png, svg, pdf).")] = None) -> None:
+           json: JsonFile = None,
+           plot: Annotated[Path | None, typer.Option(metavar="FILE", parser=writable_file,
+                                                     help="Draw time lines into FILE (png, svg, pdf).")] = None) -> None:
     """What a trace would get from levels of given sizes.
 
     It runs through the real bookkeeping with counted bytes: hits by level, bytes moved and written, evictions.
@@ -67,9 +76,13 @@ def tune(trace: TraceFile,
          sample: Annotated[float | None, typer.Option(metavar="SHARE", help="Look at this share of the blocks; by default all of them "
                                                       "where that takes seconds.")] = None,
          block: Block = None, tokenizer: Tokenizer = None, model: Model = "llama-3.1-8b", dtype: Dtype = "bfloat16",
-         json: Json = None,
-         html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report that needs no other file.")] = None,
-         config: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a configuration (YAML) ready to use.")] = None) -> None:
+         json: JsonFile = None,
+         html: Annotated[Path | None, typer.Option(metavar="FILE", parser=writable_file,
+                                                   help="Write a report that needs no other file.")] = None,
+         config: Annotated[Path | None, typer.Option(metavar="FILE", parser=writable_file,
+                                                     help="Write a configuration (YAML) ready to use.")] = None,
+         list_models: Annotated[bool, typer.Option("--list-models", callback=_list_models, is_eager=True,
+                                                   help="Show the models that --model knows, and exit.")] = False) -> None:
     """How much host memory and NVMe a trace's traffic is worth.
 
     Says what each size buys, and how much of the drive's life it takes.
