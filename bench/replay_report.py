@@ -134,7 +134,10 @@ def _blocks(text: str, name: str, num_unique: int, block_bytes: int) -> int:
     if size.kind is SizeKind.BLOCKS:
         return int(size.amount)
     if size.kind is SizeKind.SHARE:
-        return int(size.amount * num_unique)
+        blocks = int(size.amount * num_unique)
+        if size.amount and not blocks:
+            raise ConfigError(f"--{name}={text!r}: less than one of the trace's {num_unique} different blocks; give it more")
+        return blocks
     blocks = int(size.amount // block_bytes)
     if size.amount and not blocks:
         raise ConfigError(f"--{name}={text!r}: less than one block of {format_bytes(block_bytes)}; give it more, or a smaller model")

@@ -29,6 +29,11 @@ def test_a_machine_without_cupy_is_told_what_to_install(tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_does_not_exist_is_refused_as_by_the_other_benchmarks_of_a_drive(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--directory .*none: does not exist; name a folder on the drive"):
+        measure_gds(tmp_path / "none", plan=PLAN)
+
+
 def through(kvikio: KvikioDouble) -> Callable[..., GdsPath]:
     def open_path(paths: Sequence[Path], geometries: Sequence[NvmeGeometry], rows: int, threads: int, task: int) -> GdsPath:
         return GdsPath.of_host(kvikio, paths, geometries, rows, task)
