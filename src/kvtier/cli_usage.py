@@ -13,7 +13,7 @@ import typer
 import typer.main
 
 from kvtier.errors import ConfigError
-from kvtier.exit_codes import FINE, USED_WRONGLY
+from kvtier.exit_codes import FINE, INTERRUPTED, USED_WRONGLY
 
 _USAGE_ERROR: Final[Any] = typer.BadParameter.__mro__[1]  # click's UsageError: typer has it in another module from release to release
 
@@ -34,6 +34,8 @@ def run(app: typer.Typer, name: str = "kvtier") -> int:
             print(error.format_message(), file=sys.stderr)
             return USED_WRONGLY
         raise ConfigError(usage_line(error)) from None
+    except typer.Abort:  # what earlier releases make of Ctrl-C
+        return INTERRUPTED
     return code if isinstance(code, int) else FINE
 
 
