@@ -28,11 +28,11 @@ if [ ! -x "$venv/bin/pip" ]; then
     "$python" -m venv "$venv"
 fi
 
-extras=dev,demo
+extras=dev,demo,bench
 torch="the CPU build"
 constraints=(-c constraints-cpu.txt)
 if nvidia-smi >/dev/null 2>&1; then  # a GPU: torch with CUDA, as the newest torch comes, and what talks to the device
-    extras=dev,demo,cuda
+    extras=dev,demo,bench,cuda
     torch="with CUDA"
     constraints=()
 fi
