@@ -194,6 +194,60 @@ def test_a_reset_in_the_middle_of_a_write_forgets_all_of_it(make: Callable[..., 
     assert same(target, filled(70, seed=1))
 
 
+def test_a_write_that_began_when_a_reset_had_only_begun_is_forgotten_too(make: Callable[..., TierStore],
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    store, has_begun, is_forgotten = make(), threading.Event(), threading.Event()
+    plan_store, reset, answers = store.index.plan_store, store.index.reset, []
+
+    def planned_late(*given: Any) -> Any:
+        has_begun.set()
+        assert is_forgotten.wait(10.0)
+        return plan_store(*given)
+
+    def overtaken(timeout: float) -> None:
+        writer.start()
+        assert has_begun.wait(10.0)
+        reset(timeout)
+        is_forgotten.set()
+
+    monkeypatch.setattr(store.index, "plan_store", planned_late)
+    monkeypatch.setattr(store.index, "reset", overtaken)
+    writer = threading.Thread(target=lambda: answers.append(store.write(keys(3), filled(3), [0, 1, 2])))
+    store.reset()
+    writer.join(10.0)
+    assert answers == [[False] * 3]
+    assert [store.count([name]) for name in keys(3)] == [0, 0, 0]
+
+
+def test_a_write_whose_time_was_over_before_it_was_done_says_that_it_stored_nothing(make: Callable[..., TierStore],
+                                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    now, carry_out = [0.0], TierStore._carry_out
+    store = make(clock=lambda: now[0])
+
+    def slow(*given: Any) -> bool:
+        is_good = carry_out(*given)
+        now[0] += 3600.0
+        store.index.poll()
+        return is_good
+
+    store.write([key(0)], filled(1), [0])
+    with monkeypatch.context() as patch:
+        patch.setattr(TierStore, "_carry_out", slow)
+        assert store.write(keys(3), filled(3), [0, 1, 2]) == [True, False, False]
+    assert store.index.stats().expired_jobs == 1
+    assert [store.count([name]) for name in keys(3)] == [1, 0, 0]
+    assert store.write(keys(3), filled(3), [0, 1, 2]) == [True] * 3
+
+
+def test_what_another_call_is_only_just_storing_is_not_said_to_be_stored(make: Callable[..., TierStore]) -> None:
+    store = make()
+    other = store.index.plan_store("other", [key(1)])
+    assert store.write(keys(3), filled(3), [0, 1, 2]) == [True, False, True]
+    store.index.cancel_job(other.job_id)
+    store.index.end_request("other")
+    assert [store.count([name]) for name in keys(3)] == [1, 0, 1]
+
+
 def test_pages_that_were_there_before_a_reset_are_not_stored_behind_it(make: Callable[..., TierStore]) -> None:
     store = make()
     before = store.num_resets
