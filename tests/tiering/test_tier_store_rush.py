@@ -1,5 +1,5 @@
-"""Threads that write, read, count and reset one store at the same time, against slow and failing copies, hanging drives, jobs that are given
-up and a close in the middle: every page read is whole, its key's, and of no weights that a reset has forgotten."""
+"""Threads that write, read, count and reset one store at the same time, against slow and failing copies, hanging drives, jobs that are
+given up and a close in the middle: every page read is whole, its key's, and of no weights that a reset has forgotten."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ class Engine:
 
 def open_store(folder: Path, faults: str, **settings: Any) -> TierStore:
     config = TierConfig(**on_nvme(folder, secondary="9 blocks", write_ahead_share=1.0, faults=faults) | settings)
-    store = TierStore(PageLayout([PageGroup(size) for size in PAGE_BYTES]), config, model="m@1:0", engine_id=f"rush-{uuid.uuid4().hex[:12]}",
-                      read_timeout=0.3)
+    store = TierStore(PageLayout([PageGroup(size) for size in PAGE_BYTES]), config, model="m@1:0",
+                      engine_id=f"rush-{uuid.uuid4().hex[:12]}", read_timeout=0.3)
     store.index._ledger.job_timeout = 0.002  # shorter than some copies: such jobs are given up under way
     return store
 
