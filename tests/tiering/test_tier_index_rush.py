@@ -154,9 +154,9 @@ def test_an_index_that_is_closed_in_a_rush_ends_it_and_the_next_one_serves_right
     caplog.set_level("CRITICAL")
     settings = on_nvme(tmp_path, secondary="5 blocks", nvme="8 blocks", write_ahead_share=1.0)
     index = {"lookup_timeout": 0.1, "job_timeout": 0.1}
-    for life in range(3):
+    for _life in range(2):
         rig = TierRig(LAYOUTS[seed], num_pages=NUM_ENGINES * PAGES, worker_faults=Moody(seed), index=index, **settings)
-        engines = [Engine(rig, number, 10 * seed + life) for number in range(NUM_ENGINES)]
+        engines = [Engine(rig, number, seed) for number in range(NUM_ENGINES)]
         failures: list[BaseException] = []
 
         def live(engine: Engine, failures: list[BaseException] = failures) -> None:
@@ -172,7 +172,7 @@ def test_an_index_that_is_closed_in_a_rush_ends_it_and_the_next_one_serves_right
         threads = [threading.Thread(target=live, args=(engine,), daemon=True) for engine in engines]
         for thread in threads:
             thread.start()
-        until(lambda engines=engines, failures=failures: failures or sum(engine.num_loaded for engine in engines) > 5)
+        until(lambda engines=engines, failures=failures: failures or sum(engine.num_loaded for engine in engines) > 2)
 
         def close(index: Any = rig.index, failures: list[BaseException] = failures) -> None:
             try:
