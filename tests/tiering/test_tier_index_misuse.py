@@ -195,7 +195,8 @@ def test_a_worker_of_a_killed_index_does_not_serve_the_next_one() -> None:
 
 @pytest.mark.parametrize("restarted", ["worker", "index"])
 def test_a_worker_whose_arena_is_not_the_indexs_loads_nothing(restarted: str) -> None:
-    """Once all have opened an arena it has no name any more. Who starts again makes another one, whose slots hold nothing that was planned."""
+    """Once all have opened an arena it has no name any more. Who starts again makes another one, whose slots hold nothing of what was
+    planned."""
     config = TierConfig(secondary="4 blocks")
     rows = [[torch.zeros(8, size, dtype=torch.uint8) for size in PLAIN.groups[0].tensor_page_bytes]]
     plan = TierPlan.of(PLAIN, config, f"test-{uuid.uuid4().hex[:12]}")
