@@ -75,7 +75,6 @@ class TieredScheduler(_Base):
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         self._arrangement = arrange(llm_args)
-        self._model_name = str(getattr(llm_args, "model", ""))
         self._width = self._arrangement.tokens_per_block
         self.index: TierIndex | None = None
         self._num_groups = 1
@@ -332,7 +331,7 @@ class TieredScheduler(_Base):
             if "have not registered" in str(error):
                 return False
             raise
-        if (facts.model, facts.identity.get("model_name")) != (arrangement.model, self._model_name):
+        if (facts.model, facts.identity.get("model_name")) != (arrangement.model, arrangement.model_name):
             raise ConfigError(f"engine_id={arrangement.engine_id!r}: ranks of another engine, with model {facts.model!r} of "
                               f"{facts.identity.get('model_name')!r}, have registered their pages under this name; give each engine on "
                               "the machine an engine_id of its own, and start them again")
