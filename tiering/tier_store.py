@@ -31,6 +31,7 @@ from kvtier.pools.page_layout import PageLayout
 from kvtier.tiering import arguments
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.tier_index import TierIndex
+from kvtier.tiering.tier_messages import LoadPlan, StorePlan
 from kvtier.tiering.tier_pulse import TierPulse
 from kvtier.tiering.tier_worker import LOAD_ATTEMPTS
 from kvtier.types import Level
@@ -140,8 +141,7 @@ class TierStore:
                 if not count:
                     break
                 runs = page_runs(self._places[group], pages[start:start + count], plan.slots, 0)
-                is_good = self._carry_out(plan.job_id, group, (), partial(copier.load, runs), LOAD_ATTEMPTS, Level.PRIMARY)
-                self.index.complete(plan.job_id, failed_keys=() if is_good else plan.keys)
+                is_good = self._carry_out(plan, (), partial(copier.load, runs), LOAD_ATTEMPTS, Level.PRIMARY)
                 done += count if is_good else 0
                 if not is_good or count < len(part):
                     break
@@ -177,8 +177,7 @@ class TierStore:
                 if plan.keys:
                     rows = [pages[start + position] for position in plan.positions]
                     runs = page_runs(self._places[group], rows, plan.slots, 0)
-                    is_good = self._carry_out(plan.job_id, group, plan.slots, partial(copier.store, runs), 1, Level.SECONDARY)
-                    is_good = self.index.complete(plan.job_id) == 0 and is_good
+                    is_good = self._carry_out(plan, plan.slots, partial(copier.store, runs), 1, Level.SECONDARY)
                 # Asked of the ledger: a job may have been given up meanwhile, and then completing it lost nothing.
                 stored[start:start + len(part)] = self._has(part, group)
                 if plan.num_refused or not is_good:
@@ -262,11 +261,14 @@ class TierStore:
                     self._calls.discard(request_id)
                     self._calls_changed.notify_all()
 
-    def _carry_out(self, job_id: int, group: int, written: Sequence[int], copy: Callable[[], None], attempts: int, level: Level) -> bool:
-        """Copy here and now, and say so where the index looks. Whether it went well."""
-        board = self._arena.board
+    def _carry_out(self, plan: LoadPlan | StorePlan, written: Sequence[int], copy: Callable[[], None], attempts: int, level: Level) -> bool:
+        """Copy here and now, say so where the index looks, and complete the job, also where the call is interrupted. Whether it went
+        well; what did not is forgotten."""
+        board, job_id = self._arena.board, plan.job_id
         board.note_begun(0, job_id)
+        failed: Sequence[bytes] = ()
         is_good = False
+        num_lost = 0
         try:
             for attempt in range(attempts):
                 try:
@@ -277,11 +279,14 @@ class TierStore:
                     break
                 except Exception as error:
                     _log.warning("tier store: copy %d of job %d failed: %s", attempt + 1, job_id, error)
+            else:
+                failed = plan.keys  # otherwise they would be found again for ever
             if is_good and len(written):
-                board.note_whole(group, written, 0, job_id)
+                board.note_whole(plan.group, written, 0, job_id)
         finally:
             board.note_ended(0, job_id)
-        return is_good
+            num_lost = self.index.complete(job_id, failed)
+        return is_good and not num_lost
 
     def _step(self, group: int) -> int:
         return max(1, min(JOB_PAGES, self.index.plan.host_slots[group] // 2))

@@ -13,6 +13,7 @@ import torch
 from tier_rig import key, keys, until
 
 from kvtier.errors import ConfigError, KVTierError, RequestError
+from kvtier.io.page_copier import HostPageCopier
 from kvtier.pools.page_layout import PageGroup, PageLayout
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.tier_store import TierStore
@@ -136,6 +137,27 @@ def test_a_failed_copy_out_of_the_store_is_made_again_and_then_a_miss_that_is_fo
     assert same(target, filled(3))
 
 
+@pytest.mark.parametrize("call", ["store", "load"])
+def test_a_call_that_is_interrupted_leaves_no_job_and_no_torn_page(make: Callable[..., TierStore], monkeypatch: pytest.MonkeyPatch,
+                                                                    call: str) -> None:
+    store, target = make(), empty(3)
+    if call == "load":
+        store.write(keys(3), filled(3), [0, 1, 2])
+
+    def interrupted(*_given: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostPageCopier, call, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            (store.write if call == "store" else store.read)(keys(3), filled(3), [0, 1, 2])
+    assert (store.index.stats().jobs, store.index.stats().abandoned_jobs) == (0, 0)
+    assert store.count(keys(3)) == (0 if call == "store" else 3)
+    assert store.write(keys(3), filled(3), [0, 1, 2]) == [True] * 3
+    assert store.read(keys(3), target, [0, 1, 2]) == 3
+    assert same(target, filled(3))
+
+
 def test_a_full_host_level_gives_up_what_is_oldest_and_a_call_keeps_its_own_front(make: Callable[..., TierStore]) -> None:
     store = make(secondary=4)
     store.write(keys(4, prompt=1), filled(4), [0, 1, 2, 3])
@@ -221,18 +243,17 @@ def test_a_write_that_began_when_a_reset_had_only_begun_is_forgotten_too(make: C
 
 def test_a_write_whose_time_was_over_before_it_was_done_says_that_it_stored_nothing(make: Callable[..., TierStore],
                                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    now, carry_out = [0.0], TierStore._carry_out
+    now, copy = [0.0], HostPageCopier.store
     store = make(clock=lambda: now[0])
 
-    def slow(*given: Any) -> bool:
-        is_good = carry_out(*given)
+    def slow(*given: Any) -> None:
+        copy(*given)
         now[0] += 3600.0
         store.index.poll()
-        return is_good
 
     store.write([key(0)], filled(1), [0])
     with monkeypatch.context() as patch:
-        patch.setattr(TierStore, "_carry_out", slow)
+        patch.setattr(HostPageCopier, "store", slow)
         assert store.write(keys(3), filled(3), [0, 1, 2]) == [True, False, False]
     assert store.index.stats().expired_jobs == 1
     assert [store.count([name]) for name in keys(3)] == [1, 0, 0]
