@@ -97,7 +97,8 @@ def check_llm(llm: Any, level: str = "host", **options: Any) -> CheckResult:
         options: further attributes of :class:`CheckOptions`.
 
     Raises:
-        ConfigError: no ``LLM``, no tier attached to it, options that cannot be used.
+        ConfigError: no ``LLM``, options that cannot be used.
+        EngineTrouble: no tier is attached to it.
     """
     return run_check(LlmEngine(llm), CheckOptions(level, **options))
 
@@ -111,19 +112,17 @@ def run_check(engine: CheckedEngine, options: CheckOptions, say: Callable[[str],
         say: is told what happens now.
 
     Raises:
-        ConfigError: no tier is attached; options or a saved file that cannot be used.
+        ConfigError: options or a saved file that cannot be used.
+        EngineTrouble: the engine does not answer, or no tier is attached to it.
     """
     options.check()
     clock = Clock(options.seconds)
-    try:
-        seen = engine.metrics(min(clock.left(), _COUNTED_SECONDS))
-    except EngineTrouble as error:
-        raise ConfigError(str(error)) from error
+    seen = engine.metrics(min(clock.left(), _COUNTED_SECONDS))
     if not seen.is_vllm:
-        raise ConfigError(f"{engine.name}: no metrics of vLLM; is this vLLM, and started without --disable-log-stats "
-                          "(LLM: disable_log_stats=False)?")
+        raise EngineTrouble(f"{engine.name}: no metrics of vLLM; is this vLLM, and started without --disable-log-stats "
+                            "(LLM: disable_log_stats=False)?")
     if not seen.has_tier:
-        raise ConfigError(f"{engine.name}: no kvtier tier is attached to this engine; start it with {_ATTACH}")
+        raise EngineTrouble(f"{engine.name}: no kvtier tier is attached to this engine; start it with {_ATTACH}")
     check = _Check(engine, options, clock, say)
     try:
         check.run()

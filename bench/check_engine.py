@@ -15,7 +15,7 @@ Prompt = str | list[int]
 
 
 class EngineTrouble(KVTierError):
-    """The engine did not answer in time, refused a request, or answered something that is no answer."""
+    """The engine did not answer in time, refused a request, answered something that is no answer, or has no tier."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ class HttpEngine:
         probe_seconds: for the first, short request; a minute when None.
 
     Raises:
-        ConfigError: no server, none of these models, a key that is missing or wrong, no metrics of vLLM.
+        ConfigError: no such address, none of these models.
+        EngineTrouble: no server, no answer of vLLM, a key that is missing or wrong.
     """
 
     is_shared = True
@@ -42,19 +43,16 @@ class HttpEngine:
         self.name = self._url = server_url(url)
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            served = self._models()
-            names = [str(each["id"]) for each in served]
-            if model is not None and model not in names:
-                raise ConfigError(f"--model {model}: {self._url} serves {', '.join(names)}; name one of these")
-            chosen = served[names.index(model) if model is not None else 0]
-            self.model = str(chosen["id"])
-            self.max_tokens = int(chosen.get("max_model_len") or 2048)
-            probe = Order(_text(random.Random(), _PROBE_WORDS), "kvtier-check-probe", reads=False, writes=False)
-            seconds = 6 * FIRST_SECONDS if probe_seconds is None else probe_seconds
-            self._tokens_per_word = self.ask(probe, seconds).prompt_tokens / _PROBE_WORDS
-        except EngineTrouble as error:
-            raise ConfigError(str(error)) from error
+        served = self._models()
+        names = [str(each["id"]) for each in served]
+        if model is not None and model not in names:
+            raise ConfigError(f"--model {model}: {self._url} serves {', '.join(names)}; name one of these")
+        chosen = served[names.index(model) if model is not None else 0]
+        self.model = str(chosen["id"])
+        self.max_tokens = int(chosen.get("max_model_len") or 2048)
+        probe = Order(_text(random.Random(), _PROBE_WORDS), "kvtier-check-probe", reads=False, writes=False)
+        seconds = 6 * FIRST_SECONDS if probe_seconds is None else probe_seconds
+        self._tokens_per_word = self.ask(probe, seconds).prompt_tokens / _PROBE_WORDS
 
     def make_prompt(self, rng: random.Random, num_tokens: int) -> Prompt:
         return _text(rng, max(int(num_tokens / self._tokens_per_word), 1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -71,6 +71,8 @@ def run_demo(device: str = "cpu", model: Path | None = None, config: Path | None
         check_writable(json_file)
     check_device(device)
     check_settings(config)
+    if keep_nvme is not None:
+        _check_kept(keep_nvme)
     console = console or Console()
     threads = threads or usable_cpus()
     with _torch_threads(threads), _scratch() as scratch:
@@ -104,6 +106,22 @@ def run_demo(device: str = "cpu", model: Path | None = None, config: Path | None
                                           next_command))
     console.print(f"Next: [bold]{next_command}[/bold]   ({why})", soft_wrap=True)
     return SAME if comparison.passed else DIFFERENT
+
+
+def _check_kept(folder: Path) -> None:
+    """Make sure that ``--keep-nvme`` can be made and written, before a model is loaded. Changes nothing. ConfigError where it cannot."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--keep-nvme {folder}: cannot be written ({error.strerror}); name a folder that this user may make and write "
+                          "to") from error
+    finally:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
 
 
 def _next_command(kept: Path | None, run: Run) -> tuple[str, str]:

@@ -59,7 +59,7 @@ def check_size(users: int, turns: int) -> None:
     """Raise ConfigError for more users or turns than there is text for, or less than one."""
     for name, value, limit in (("users", users, MAX_USERS), ("turns", turns, MAX_TURNS)):
         if not 1 <= value <= limit:
-            raise ConfigError(f"{name}={value}: the demo has text for 1 to {limit} {name}")
+            raise ConfigError(f"--{name}={value}: the demo has text for 1 to {limit} {name}")
 
 
 def plan_demo(chat: ChatFormat, users: int, turns: int) -> DemoPlan:

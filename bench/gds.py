@@ -7,7 +7,7 @@ as settings. Ours does what KvikIO alone does not: header, checksum on the devic
 from __future__ import annotations
 
 import hashlib
-import tempfile
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 
 from kvtier.bench.measure import Alternative, interleave
+from kvtier.bench.nvme import working_folder
 from kvtier.bench.report import Report, size_name, throughput_row
 from kvtier.errors import ConfigError
 from kvtier.io import gds_probe
@@ -70,11 +71,11 @@ def measure_gds(directory: Path | None = None, quick: bool = False, device: str 
     plan = plan if plan is not None else QUICK if quick else GdsPlan()
     parent = expand_path(directory, "directory") if directory is not None else Path.cwd()
     geometry = NvmeGeometry(plan.block_bytes, plan.num_blocks)
-    if free_disk_bytes(parent) < 2 * geometry.file_bytes:
-        raise ConfigError(f"{parent}: the benchmark writes {geometry.file_bytes} bytes and leaves as much free; choose another folder")
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-gds-", dir=parent) as folder:
+    with working_folder(parent) as folder:
+        if free_disk_bytes(parent) < 2 * geometry.file_bytes:
+            raise ConfigError(f"{parent}: the benchmark writes {geometry.file_bytes} bytes and leaves as much free; choose another folder")
         if open_path is None:
-            reason = gds_probe.obstacle(device, Path(folder)) or gds_probe.try_directory(Path(folder), device)
+            reason = gds_probe.obstacle(device, folder) or _missing_package() or gds_probe.try_directory(folder, device)
             if reason is not None:
                 raise ConfigError(f"there is no GPUDirect Storage between {device} and {parent}: {reason}")
             number = int(device.partition(":")[2] or 0)
@@ -88,11 +89,16 @@ def measure_gds(directory: Path | None = None, quick: bool = False, device: str 
         best = (0.0, "")
         for threads in plan.threads:
             for task in plan.task_sizes:
-                with _stage(plan, geometry, Path(folder) / f"{threads}-{task}", threads, task, open_path) as stage:
+                with _stage(plan, geometry, folder / f"{threads}-{task}", threads, task, open_path) as stage:
                     rate = _measure(report, stage, f"{threads}x{size_name(task)}")
                 best = max(best, (rate, f'gds_threads={threads}, gds_task_size="{size_name(task)}"'))
         report.note(f"Fastest reads here: {best[1]}.")
     return report
+
+
+def _missing_package() -> str | None:
+    """What the probe would only say in Python's words."""
+    return None if importlib.util.find_spec("cupy") is not None else "CuPy is not installed; pip install 'kvtier[cuda]'"
 
 
 class _Stage:

@@ -35,7 +35,7 @@ class ModelShape:
     def token_bytes(self, dtype: str = "bfloat16") -> int:
         """Bytes of one token in all layers. ConfigError for an element type that is not known."""
         if dtype not in ELEMENT_BYTES:
-            raise ConfigError(f"dtype={dtype!r}: unknown; use one of {', '.join(ELEMENT_BYTES)}")
+            raise ConfigError(f"--dtype={dtype!r}: unknown; use one of {', '.join(ELEMENT_BYTES)}")
         return self.layers * self.width * ELEMENT_BYTES[dtype]
 
 
@@ -71,6 +71,19 @@ def known_models() -> list[ModelShape]:
     return [ModelShape(name, layers, width) for name, (layers, width) in sorted(_CATALOGUE.items())]
 
 
+def catalogue_lines() -> list[str]:
+    """The catalogue for people: a line for each model, bytes of one token in all layers by element type."""
+    columns: dict[int, list[str]] = {}
+    for dtype, num_bytes in ELEMENT_BYTES.items():
+        columns.setdefault(num_bytes, []).append(dtype)
+    headings = [", ".join(dtypes) for dtypes in columns.values()]
+    width = max(map(len, _CATALOGUE))
+    rows = [[model.name, *(str(model.token_bytes(dtypes[0])) for dtypes in columns.values())] for model in known_models()]
+    return ["Bytes per token:", *("  ".join([name.ljust(width), *(cell.rjust(len(heading)) for cell, heading in
+                                                                  zip(cells, headings, strict=True))])
+                                  for name, *cells in [["model", *headings], *rows])]
+
+
 def find_model(model: str) -> ModelShape:
     """A model by its name in the catalogue (upper and lower case alike), by its ``config.json``, or by the folder that holds one.
 
@@ -87,8 +100,8 @@ def find_model(model: str) -> ModelShape:
     if path.is_file():
         return _from_config(path)
     near = difflib.get_close_matches(name, _CATALOGUE, 3, 0.3)
-    hint = f"did you mean {', '.join(near)}?" if near else f"known are {', '.join(_CATALOGUE)}"
-    raise ConfigError(f"model={model!r}: neither a known model nor a config.json; {hint}")
+    hint = f"did you mean {', '.join(near)}? " if near else ""
+    raise ConfigError(f"--model={model!r}: neither a known model nor a config.json; {hint}kvtier tune --list-models lists what is known")
 
 
 def _from_config(path: Path) -> ModelShape:
@@ -96,17 +109,17 @@ def _from_config(path: Path) -> ModelShape:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"model={path}: cannot be read ({error}); name a model's config.json") from error
+        raise ConfigError(f"--model={path}: cannot be read ({error}); name a model's config.json") from error
     if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
         config = config["text_config"]
     if not isinstance(config, dict):
-        raise ConfigError(f"model={path}: not a model's config.json; it has no keys")
+        raise ConfigError(f"--model={path}: not a model's config.json; it has no keys")
 
     def number(key: str, otherwise: int | None = None) -> int:
         value = config.get(key)
         value = otherwise if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"model={path}: {key}={value!r}; a model's config.json has a positive whole number there")
+            raise ConfigError(f"--model={path}: {key}={value!r}; a model's config.json has a positive whole number there")
         return value
 
     layers = number("num_hidden_layers")

@@ -23,6 +23,7 @@ from kvtier.bench.trace import DEFAULT_BLOCK, Trace, read_trace
 from kvtier.bench.trace import Progress as Told
 from kvtier.bench.trace_text import read_chats
 from kvtier.errors import ConfigError
+from kvtier.policies.named import POLICIES
 from kvtier.pools.pool_index import LEVEL_NAMES, NUM_LEVELS, NVME, PRIMARY, SECONDARY
 from kvtier.pools.rate import parse_rate
 from kvtier.pools.sizing import SizeKind, format_bytes, parse_size
@@ -61,8 +62,7 @@ def run_replay(options: ReplayOptions, console: Console | None = None) -> int:
         check_writable(options.json_file)
     check_plot(options.plot_file)
     token_bytes = find_model(options.model).token_bytes(options.dtype)
-    for name in LEVEL_NAMES:
-        parse_size(getattr(options, name), name)
+    _check_sizes_and_rates(options)
     rules = replay_rules(options)
     trace = read_any_trace(options.trace, options.block, options.tokenizer)
     block_bytes = token_bytes * trace.block
@@ -97,10 +97,22 @@ def run_replay(options: ReplayOptions, console: Console | None = None) -> int:
 def replay_rules(options: ReplayOptions) -> LedgerRules:
     """The ledger's rules for what the command line was given. ConfigError for a policy that there is not, or a share outside 0..1."""
     if not 0.0 <= options.write_ahead_share <= 1.0:
-        raise ConfigError(f"write_ahead_share={options.write_ahead_share}: a share from 0 to 1")
+        raise ConfigError(f"--write-ahead-share={options.write_ahead_share}: a share from 0 to 1")
+    if options.policy not in POLICIES:
+        raise ConfigError(f"--policy={options.policy!r}: unknown; use one of {', '.join(POLICIES)}")
     return LedgerRules(max_events=0, policy=options.policy, keep_backing=options.keep_backing,
                        write_ahead_share=options.write_ahead_share, nvme_min_uses=options.nvme_min_uses,
                        nvme_max_depth=options.nvme_max_depth)
+
+
+def _check_sizes_and_rates(options: ReplayOptions) -> None:
+    """What can be known before the trace is read. ConfigError names the option."""
+    primary, secondary, nvme = (parse_size(getattr(options, name), f"--{name}") for name in LEVEL_NAMES)
+    if not primary.amount:
+        raise ConfigError(f"--primary={primary.text!r}: the primary level needs at least 1 block")
+    if nvme.amount and not secondary.amount:
+        raise ConfigError(f"--nvme={nvme.text!r}: blocks reach NVMe through the secondary level; give --secondary at least 1 block")
+    _seconds(options, 1)
 
 
 def read_any_trace(path: Path, block: int | None, tokenizer: str | None) -> Trace:
@@ -118,24 +130,27 @@ def blocks_of_levels(sizes: tuple[str, str, str], trace: Trace, block_bytes: int
 
 
 def _blocks(text: str, name: str, num_unique: int, block_bytes: int) -> int:
-    size = parse_size(text, name)
+    size = parse_size(text, f"--{name}")
     if size.kind is SizeKind.BLOCKS:
         return int(size.amount)
     if size.kind is SizeKind.SHARE:
-        return int(size.amount * num_unique)
+        blocks = int(size.amount * num_unique)
+        if size.amount and not blocks:
+            raise ConfigError(f"--{name}={text!r}: less than one of the trace's {num_unique} different blocks; give it more")
+        return blocks
     blocks = int(size.amount // block_bytes)
     if size.amount and not blocks:
-        raise ConfigError(f"{name}={text!r}: less than one block of {format_bytes(block_bytes)}; give it more, or a smaller model")
+        raise ConfigError(f"--{name}={text!r}: less than one block of {format_bytes(block_bytes)}; give it more, or a smaller model")
     return blocks
 
 
 def _seconds(options: ReplayOptions, block_bytes: int) -> dict[Direction, float]:
     seconds: dict[Direction, float] = {}
     if options.copy_bandwidth is not None:
-        each = block_bytes / parse_rate(options.copy_bandwidth, "copy_bandwidth")
+        each = block_bytes / parse_rate(options.copy_bandwidth, "--copy-bandwidth")
         seconds |= {(PRIMARY, SECONDARY): each, (SECONDARY, PRIMARY): each}
     if options.nvme_bandwidth is not None:
-        each = block_bytes / parse_rate(options.nvme_bandwidth, "nvme_bandwidth")
+        each = block_bytes / parse_rate(options.nvme_bandwidth, "--nvme-bandwidth")
         seconds |= {(SECONDARY, NVME): each, (PRIMARY, NVME): each, (NVME, PRIMARY): each, (NVME, SECONDARY): each}
     return seconds
 

@@ -34,6 +34,9 @@ SHARE_OF_GPU: Final = 0.84
 """All engines are on one GPU at the same time and share this; each has as many blocks as the plan says."""
 
 _MOST_WAITING: Final = 256  # requests of a trace in flight
+# On a CPU vLLM keeps one core more from computing where there is a connector (none at all where that leaves none), so that an engine with
+# a tier and one without would compute on different numbers of cores. All of them keep the one that the engine alone keeps.
+_SAME_CORES: Final = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
 
 
 class VllmMaker:
@@ -82,8 +85,8 @@ class VllmMaker:
             options += ["--kv-transfer-config", json.dumps(self._tier(sizes, folder))]
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, *options, *self.arguments]
         space = -(-blocks * BLOCK * self.token_bytes // (1 << 30)) + 1
-        return VllmServer(command, port, os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1",
-                                                       "VLLM_CPU_KVCACHE_SPACE": str(space)})
+        return VllmServer(command, port, _SAME_CORES | os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1",
+                                                                     "VLLM_CPU_KVCACHE_SPACE": str(space)})
 
     def _tier(self, sizes: Sizes, folder: Path) -> dict[str, object]:
         def size(tokens: int) -> str:

@@ -60,12 +60,12 @@ def find_tokenizer(name: str) -> Encode:
     if path.is_dir():
         path /= "tokenizer.json"
     if not path.is_file():
-        raise ConfigError(f"tokenizer={name!r}: no such file; name a tokenizer.json, a folder that holds one, or {BYTES!r}")
+        raise ConfigError(f"--tokenizer={name!r}: no such file; name a tokenizer.json, a folder that holds one, or {BYTES!r}")
     from tokenizers import Tokenizer
     try:
         loaded: Any = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more exact
-        raise ConfigError(f"tokenizer={name!r}: cannot be read ({error}); name a tokenizer.json of the tokenizers library") from error
+        raise ConfigError(f"--tokenizer={name!r}: cannot be read ({error}); name a tokenizer.json of the tokenizers library") from error
     return lambda text: list(loaded.encode(text, add_special_tokens=False).ids)
 
 

@@ -24,6 +24,7 @@ LEAST_GAIN: Final = 0.01       # of the input tokens: what twice the memory must
 POINTS: Final = 40
 SECONDS_PER_DAY: Final = 86_400
 GIB: Final = 1 << 30
+_BENCHMARKS: Final = {"secondary": "copy", "nvme": "nvme"}  # that measure how fast a level is
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Wear:
 def curve_of(trace: Trace, rate: float | None = None) -> Curve:
     """The curves of a trace: exact, or of a sample where it is large or ``rate`` says so. ConfigError for a rate outside 0..1."""
     if rate is not None and not 0.0 < rate <= 1.0:
-        raise ConfigError(f"sample={rate}: a share of the blocks, more than 0 and at most 1")
+        raise ConfigError(f"--sample={rate}: a share of the blocks, more than 0 and at most 1")
     prompts = trace.reusable_prompts()
     num_ids = trace.num_unique
     chosen = min(1.0, MOST_USES / max(len(trace.ids), 1)) if rate is None else rate
@@ -164,7 +165,8 @@ def recommend(curve: Curve, trace: Trace, block_bytes: int, primary: int, host_l
             found.append(Purchase(level, 0, before, 0.0, 0, 0.0, 0.0, "there is no room for it"))
             continue
         if load >= compute:
-            why = ("its speed was not measured" if speed is None else
+            why = (f"its speed was not measured: --measure does so, --measured FILE takes what kvtier bench {_BENCHMARKS[level]} --json "
+                   "writes" if speed is None else
                    f"loading a block takes {load * 1000:.1f} ms, computing it {compute * 1000:.1f} ms")
             found.append(Purchase(level, 0, before, 0.0, 0, 0.0, 0.0, why))
             continue

@@ -75,10 +75,10 @@ def run_tune(options: TuneOptions, console: Console | None = None) -> int:
     """Find sizes, print them, write what was asked for. Returns the exit code."""
     _check(options)
     token_bytes = find_model(options.model).token_bytes(options.dtype)
-    endurance = None if options.endurance is None else _bytes(options.endurance, "endurance", least=1)
-    parse_size(options.primary, "primary")
-    host_limit = _limit(options.host_limit, "host_limit", host_memory().available_bytes * HOST_SHARE)
-    nvme_limit = _limit(options.nvme_limit, "nvme_limit", free_disk_bytes(options.nvme_directory or Path.cwd()) * DISK_SHARE)
+    endurance = None if options.endurance is None else _bytes(options.endurance, "--endurance", least=1)
+    parse_size(options.primary, "--primary")
+    host_limit = _limit(options.host_limit, "--host-limit", host_memory().available_bytes * HOST_SHARE)
+    nvme_limit = _limit(options.nvme_limit, "--nvme-limit", free_disk_bytes(options.nvme_directory or Path.cwd()) * DISK_SHARE)
     given = speeds_from(options.measured)
     trace = read_any_trace(options.trace, options.block, options.tokenizer)
     speeds = measured_speeds(options.nvme_directory) if options.measure else given
@@ -105,11 +105,11 @@ def _check(options: TuneOptions) -> None:
     if options.config_file is not None and options.config_file.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--config {options.config_file}: name a .yaml file")
     if not 0.0 < options.prefill_rate < 1e12:
-        raise ConfigError(f"prefill_rate={options.prefill_rate}: tokens per second that the engine computes, more than 0")
+        raise ConfigError(f"--prefill-rate={options.prefill_rate}: tokens per second that the engine computes, more than 0")
     if options.nvme_directory is not None and options.nvme_directory.exists() and not options.nvme_directory.is_dir():
         raise ConfigError(f"--nvme-directory {options.nvme_directory}: not a folder; name a folder, which need not exist yet")
     if options.sample is not None and not 0.0 < options.sample <= 1.0:
-        raise ConfigError(f"sample={options.sample}: a share of the blocks, more than 0 and at most 1")
+        raise ConfigError(f"--sample={options.sample}: a share of the blocks, more than 0 and at most 1")
 
 
 def measured_speeds(directory: Path | None) -> Speeds:
@@ -167,8 +167,7 @@ def sentences_of(found: Tuned, options: TuneOptions) -> list[str]:
             said.append(f"an endurance of {options.endurance} lasts about {_lifetime(wear.days)}"
                         + (f"; {_SPARING}" if wear.days < LEAST_DAYS else ""))
     said.append(f"the engine is taken to compute {options.prefill_rate:g} tokens/s (--prefill-rate)")
-    said += list(found.speeds.sources) or ["no speeds were measured: kvtier tune --measure, or --measured with the figures of kvtier bench"]
-    return said
+    return [*said, *found.speeds.sources]
 
 
 def _plain(number: float) -> str:

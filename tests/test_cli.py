@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ import pytest
 import kvtier
 from kvtier import cli
 from kvtier.errors import CapacityError, ConfigError, KVTierError, TransferError
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def kvtier_command(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -24,10 +27,10 @@ def kvtier_command(*arguments: str, environment: dict[str, str] | None = None) -
 
 def leaving(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> object:
     """The exit code of ``main`` when a command raises ``error``."""
-    def broken(prog_name: str) -> None:
+    def broken(app: object) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "app", broken)
+    monkeypatch.setattr(cli, "run", broken)
     with pytest.raises(SystemExit) as raised:
         cli.main()
     return raised.value.code
@@ -106,13 +109,23 @@ def test_what_a_user_can_cause_is_one_line_on_stderr(
     assert output.out == ""
 
 
+@pytest.mark.parametrize(("package", "remedy"), [("cupy", "'kvtier[cuda]'"), ("kvikio.buffer", "'kvtier[cuda]'"),
+                                                 ("gguf", "'kvtier[demo]'"), ("matplotlib", "'kvtier[bench]'"), ("vllm", "'kvtier[vllm]'")])
+def test_a_package_that_is_missing_is_named_with_what_installs_it(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], package: str, remedy: str) -> None:
+    assert leaving(monkeypatch, ModuleNotFoundError("no", name=package)) == 2
+    said = capsys.readouterr().err
+    assert f"pip install {remedy}" in said
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][remedy.strip("']").partition("[")[2]]
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), AssertionError("a bug"),
                                    ModuleNotFoundError("a bug", name="kvtier.nowhere")])
 def test_our_own_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def broken(prog_name: str) -> None:
+    def broken(app: object) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "app", broken)
+    monkeypatch.setattr(cli, "run", broken)
     with pytest.raises(type(error)):
         cli.main()
 
@@ -176,6 +189,41 @@ def test_doctor_prints_json_and_fails_on_a_bad_configuration(tmp_path: Path) -> 
     assert bad.returncode == 1
     assert "did you mean 'primary'" in bad.stdout
     assert "Traceback" not in bad.stderr
+
+
+@pytest.mark.parametrize(("command", "option"), [
+    (["replay", "no-such-trace", "--primary", "8 blocks"], "--json"), (["replay", "no-such-trace", "--primary", "8 blocks"], "--plot"),
+    (["tune", "no-such-trace"], "--json"), (["tune", "no-such-trace"], "--html"), (["tune", "no-such-trace"], "--config"),
+    (["check", "--url", "http://127.0.0.1:1"], "--save")], ids=lambda part: part if isinstance(part, str) else part[0])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_read(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str], option: str) -> None:
+    for file in (tmp_path / "missing" / "x.png", tmp_path):
+        monkeypatch.setattr(sys, "argv", ["kvtier", *command, option, str(file)])
+        with pytest.raises(SystemExit) as raised:
+            cli.main()
+        assert raised.value.code == 2
+        assert f"'{option}': '{file}' cannot be written" in capsys.readouterr().err
+
+
+def test_a_picture_of_no_format_is_refused_before_the_trace_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+                                                                    tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["kvtier", "replay", "no-such-trace", "--primary", "8 blocks", "--plot", "x.txt"])
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    assert raised.value.code == 2
+    assert "--plot x.txt: .txt is no format" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_models_that_are_known_can_be_listed_without_a_trace(monkeypatch: pytest.MonkeyPatch,
+                                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvtier", "tune", "--list-models"])
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    assert raised.value.code == 0
+    assert "llama-3.1-8b" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("command", "said"), [

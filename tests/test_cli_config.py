@@ -62,8 +62,9 @@ def test_check_says_what_files_set_and_what_the_environment_overrules(tmp_path: 
 def test_a_bad_file_is_refused_by_each_command(tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / "bad.yaml").write_text(text)
     for arguments in (["check", tmp_path / "bad.yaml"], ["show", "--config", tmp_path / "bad.yaml"]):
-        with pytest.raises(ConfigError, match=reason):
+        with pytest.raises(ConfigError, match=reason) as refused:
             run(*arguments)
+        assert "bad.yaml: " in str(refused.value) or arguments[0] == "show"
 
 
 def test_what_is_wrong_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None:
@@ -71,7 +72,7 @@ def test_what_is_wrong_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> 
     done = subprocess.run([sys.executable, "-m", "kvtier.cli", "config", "check", "bad.yaml"], cwd=tmp_path, capture_output=True, text=True,
                           timeout=120, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("kvtier: primary=8: a size needs a unit")
+    assert done.stderr.startswith("kvtier: file bad.yaml: primary=8: a size needs a unit")
     assert done.stderr.count("\n") == 1
 
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import kvtier
 from kvtier import cli_top
-from kvtier.cli_top import Picture, bar, fetch, full_url, growth, quantile, top, view
+from kvtier.cli_top import NoMetrics, Picture, bar, fetch, full_url, growth, quantile, top, view
 from kvtier.errors import ConfigError
 from kvtier.tiering.metrics_server import serve_metrics
 from kvtier.tiering.metrics_table import METRICS
@@ -179,7 +179,7 @@ def test_what_is_no_address_is_refused(text: str) -> None:
     (b"process_cpu_seconds_total 1.0\n", 200, "but not with metrics of kvtier"), (b"\xff\xfe{", 200, "but not with metrics"),
     (b"", 404, r"no answer \(Not Found\)")])
 def test_an_endpoint_of_something_else_is_told_apart(page: Callable[[bytes, int], str], text: bytes, status: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(NoMetrics, match=message):
         fetch(page(text, status))
 
 
@@ -192,15 +192,15 @@ def test_a_server_of_another_kind_is_no_answer() -> None:
                 client.sendall(b"SSH-2.0-none\r\n")
         thread = threading.Thread(target=greet)
         thread.start()
-        with pytest.raises(ConfigError, match=r"no answer .*SSH"):
+        with pytest.raises(NoMetrics, match=r"no answer .*SSH"):
             fetch(f"http://127.0.0.1:{server.getsockname()[1]}/metrics")
         thread.join(10)
 
 
-def test_nobody_there_is_one_line_and_exit_code_2() -> None:
+def test_nobody_there_is_one_line_and_exit_code_1() -> None:
     command = [sys.executable, "-m", "kvtier.cli", "top", "127.0.0.1:1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("kvtier: http://127.0.0.1:1/metrics: no answer (")
     assert done.stderr.count("\n") == 1
 

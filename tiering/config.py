@@ -19,6 +19,7 @@ from pydantic import (
     PrivateAttr,
     ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
     field_validator,
     model_validator,
 )
@@ -268,6 +269,18 @@ class TierConfig(BaseSettings):
     def _read_faults(cls, value: object) -> object:
         return parse_faults(value) if isinstance(value, str) or _is_texts(value) else value
 
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _say_where_from(cls, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        """Unwrap a marked value. Stands behind all other validators of fields, and so around them: what they refuse is refused with the
+        file or variable that it came from. Defaults are not marked."""
+        if not isinstance(value, Sourced):
+            return handler(value)
+        try:
+            return handler(value.value)
+        except ConfigError as error:
+            raise value.refused(error) from None
+
     @model_validator(mode="after")
     def _check_ranks(self) -> TierConfig:
         if self.rank >= self.num_ranks:
@@ -299,12 +312,12 @@ class TierConfig(BaseSettings):
     @model_validator(mode="wrap")
     @classmethod
     def _from_sources(cls, data: dict[str, Sourced], handler: ModelWrapValidatorHandler[TierConfig]) -> TierConfig:
-        """Unwrap the marked values, refuse unknown keys, and turn pydantic's errors into ConfigError."""
+        """Refuse unknown keys, and turn pydantic's errors into ConfigError."""
         for key, sourced in data.items():
             if key not in cls.model_fields:
                 raise unknown_key(key, sourced.origin, cls.model_fields)
         try:
-            config = handler({key: sourced.value for key, sourced in data.items()})
+            config = handler(data)
         except ValidationError as error:
             raise ConfigError("; ".join(_explain(details, data) for details in error.errors())) from None
         origins = {key: data[key].origin if key in data else "default" for key in cls.model_fields}

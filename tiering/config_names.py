@@ -69,5 +69,11 @@ def our_names(values: Mapping[str, Any], origin: Callable[[str], str]) -> dict[s
         if key in found:
             raise ConfigError(f"{given[key]} and {name} ({origin(name)}): two names for {key}; give one of them")
         given[key] = name
-        found[key] = (value, origin(name)) if other is None else (other.convert(value, name), f"{origin(name)}, as {name}")
+        if other is None:
+            found[key] = value, origin(name)
+            continue
+        try:
+            found[key] = other.convert(value, name), f"{origin(name)}, as {name}"
+        except ConfigError as error:
+            raise ConfigError(f"{origin(name)}: {error}") from None
     return found

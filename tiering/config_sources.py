@@ -41,6 +41,10 @@ class Sourced:
     value: object
     origin: str
 
+    def refused(self, error: ConfigError) -> ConfigError:
+        """The error about this value, with where it came from; whoever wrote a keyword knows."""
+        return error if self.origin == "keyword" else ConfigError(f"{self.origin}: {error}")
+
 
 class _Source(PydanticBaseSettingsSource):
     """Base of the sources that have nothing to say field by field."""

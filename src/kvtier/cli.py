@@ -1,7 +1,6 @@
 """``kvtier``: the command line. Commands are imported when they run, so that ``--help`` needs neither torch nor a GPU.
 
-Exit codes: 0 fine, 1 the check failed, 2 used wrongly, 130 and 143 ended by Ctrl-C or SIGTERM, after tidying up. What a user
-can cause ends in one line on stderr, never a traceback.
+What a user can cause ends in one line on stderr, never a traceback, and in one of the exit codes of ``exit_codes``.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Final, NoReturn
 
 import typer
 
@@ -25,11 +24,18 @@ from kvtier.cli_options import JsonFile, Quick, folder
 from kvtier.cli_store import store
 from kvtier.cli_top import top
 from kvtier.cli_tune import add_commands
+from kvtier.cli_usage import run
 from kvtier.errors import ConfigError, KVTierError, RequestError
 from kvtier.exit_codes import CHECK_FAILED, INTERRUPTED, TERMINATED, USED_WRONGLY
 
-app = typer.Typer(name="kvtier", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-                  help="The memory tier for LLM inference engines: KV cache in GPU memory, host memory and NVMe.")
+app = typer.Typer(name="kvtier", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+                  help="The memory tier for LLM inference engines: KV cache in GPU memory, host memory and NVMe.",
+                  epilog="Exit codes: 0 fine, 1 it did not hold or nobody answered, 2 used wrongly and nothing was begun, 130 and 143 "
+                         "ended by Ctrl-C or SIGTERM, after tidying up.")
+
+
+_EXTRAS: Final = {"cupy": "cuda", "kvikio": "cuda", "matplotlib": "bench", "vllm": "vllm"}
+"""Which extra of pyproject.toml installs a package. The demo's other packages need more than one command."""
 
 
 def _show_version(wanted: bool) -> None:
@@ -45,16 +51,21 @@ def _options(version: Annotated[bool, typer.Option("--version", callback=_show_v
 
 
 @app.command()
-def demo(device: Annotated[str, typer.Option(help='Where the model runs: "cpu", "cuda" or "cuda:N".')] = "cpu",
-         model: Annotated[Path | None, typer.Option(help="Folder of another llama-type model.")] = None,
-         config: Annotated[Path | None, typer.Option(help="Settings (YAML or TOML) instead of the demo's own.")] = None,
+def demo(device: Annotated[str, typer.Option(metavar="DEVICE", help='Where the model runs: "cpu", "cuda" or "cuda:N".')] = "cpu",
+         model: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of another llama-type model.")] = None,
+         config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings (YAML or TOML) instead of the demo's own.")] = None,
          keep_nvme: Annotated[str | None, typer.Option(metavar="DIR", help="Keep the NVMe level here; a second run with the "
                                                        "same folder starts warm.")] = None,
          json: JsonFile = None,
-         users: Annotated[int | None, typer.Option(min=1, help="Conversations at the same time; all it has by default.")] = None,
-         turns: Annotated[int | None, typer.Option(min=1, help="Questions per conversation; all by default, fewer with --quick.")] = None,
+         users: Annotated[int | None, typer.Option(min=1, metavar="N",
+                                                   help="Conversations at the same time; all it has by default.")] = None,
+         turns: Annotated[int | None, typer.Option(min=1, metavar="N",
+                                                   help="Questions per conversation; all by default, fewer with --quick.")] = None,
          quick: Quick = False) -> None:
-    """Serve a small real model through the three tiers, and compare its answers with a run without reuse."""
+    """A small real model is served through the three tiers.
+
+    Its answers are compared with those of a run without reuse; exit code 1 if they are not the same.
+    """
     kept = folder(keep_nvme, "--keep-nvme")
     if kept is not None and kept.exists() and not kept.is_dir():
         raise ConfigError(f"--keep-nvme {kept}: not a folder; name a folder, which need not exist yet")
@@ -67,7 +78,10 @@ def demo(device: Annotated[str, typer.Option(help='Where the model runs: "cpu", 
 def doctor(directory: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for the NVMe level.")] = None,
            config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings (YAML or TOML) to check.")] = None,
            json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
-    """Say what this machine can do, with the exact next step for whatever it cannot. Exit code 1 if a line fails."""
+    """What this machine can do, and the next step for what it cannot.
+
+    Exit code 1 if a line fails.
+    """
     from kvtier.tiering.doctor import examine, print_report
     report = examine(folder(directory, "--directory"), config)
     if json:
@@ -90,14 +104,16 @@ def main() -> NoReturn:
     """Entry point: run the command and turn what a user can cause into one line and an exit code."""
     try:
         with _terminated_in_order():
-            app(prog_name="kvtier")
+            code = run(app)
     except KVTierError as error:
         _leave(str(error), USED_WRONGLY if isinstance(error, (ConfigError, RequestError)) else CHECK_FAILED)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "kvtier":
             raise
         from kvtier.bench import INSTALL_DEMO
-        _leave(f"the package {error.name!r} is not installed; {INSTALL_DEMO}", USED_WRONGLY)
+        extra = _EXTRAS.get(error.name.partition(".")[0])
+        remedy = INSTALL_DEMO if extra is None else f"pip install 'kvtier[{extra}]'"
+        _leave(f"the package {error.name!r} is not installed; {remedy}", USED_WRONGLY)
     except BrokenPipeError:
         sys.stderr.close()  # whoever read our output has had enough
         sys.exit(CHECK_FAILED)
@@ -107,11 +123,9 @@ def main() -> NoReturn:
         _leave("ended by SIGTERM", TERMINATED)
     except KeyboardInterrupt:
         _leave("interrupted", INTERRUPTED)
-    except SystemExit as leaving:
-        if leaving.code == INTERRUPTED:  # typer has turned Ctrl-C into this, and says nothing
-            _leave("interrupted", INTERRUPTED)
-        raise
-    sys.exit(0)
+    if code == INTERRUPTED:  # typer has turned Ctrl-C into this, and says nothing
+        _leave("interrupted", INTERRUPTED)
+    sys.exit(code)
 
 
 class _Terminated(Exception):
@@ -137,11 +151,12 @@ def _terminated_in_order() -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
-        if received:
-            raise _Terminated from None
-        raise
+        if not received:
+            raise
     finally:
         signal.signal(signal.SIGTERM, before)
+    if received:  # typer makes an exit code of the interrupt
+        raise _Terminated
 
 
 def _leave(message: str, code: int) -> NoReturn:

@@ -18,49 +18,68 @@ from kvtier.cli_serve import bench_serve
 if TYPE_CHECKING:
     from kvtier.bench.report import Report
 
-bench = typer.Typer(no_args_is_help=True, help="Measure this machine: the limit first, then kvtier beside it.")
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure this machine: the limit first, then kvtier beside it.")
 bench.command("serve")(bench_serve)
 
 
 @bench.command("copy")
 def bench_copy(json: JsonFile = None, plot: PlotFile = None, compare: CompareWith = None, quick: Quick = False,
                device: Device = "cpu") -> None:
-    """Copies between primary and secondary beside a plain memory copy of the same block size."""
+    """Copies between levels in memory beside a plain memory copy.
+
+    Of blocks of the same size. Takes about 1 minute; --quick less.
+    """
     _run_of_family("copy", None, device, json, plot, compare, quick)
 
 
 @bench.command("kernels")
 def bench_kernels(json: JsonFile = None, plot: PlotFile = None, compare: CompareWith = None, quick: Quick = False,
                   device: Device = "cpu") -> None:
-    """Paged decode attention and append beside torch's attention over contiguous keys and a plain copy."""
+    """Paged decode attention and append beside torch's.
+
+    Beside attention over contiguous keys, and a plain copy. Takes about 1 minute; --quick less.
+    """
     _run_of_family("kernels", None, device, json, plot, compare, quick)
 
 
 @bench.command("nvme")
 def bench_nvme(directory: Directory = None, json: JsonFile = None, plot: PlotFile = None, compare: CompareWith = None,
                quick: Quick = False) -> None:
-    """Block reads and writes beside raw direct I/O of the same size, bytes verified."""
+    """Block reads and writes beside raw direct I/O.
+
+    Of the same size, bytes verified. Takes about 4 minutes; --quick about 1.
+    """
     _run_of_family("nvme", directory, "cpu", json, plot, compare, quick)
 
 
 @bench.command("gds")
 def bench_gds(directory: Directory = None, device: Annotated[str, typer.Option(metavar="cuda:N", help="Which GPU.")] = "cuda:0",
               json: JsonFile = None, plot: PlotFile = None, compare: CompareWith = None, quick: Quick = False) -> None:
-    """Blocks between GPU and NVMe beside KvikIO's own reads and writes, for each setting; needs GPUDirect Storage."""
+    """Blocks between GPU and NVMe beside KvikIO's own.
+
+    Reads and writes with each setting; needs GPUDirect Storage. Takes minutes; --quick about 1.
+    """
     _run_of_family("gds", directory, device, json, plot, compare, quick)
 
 
 @bench.command("load")
 def bench_load(directory: Directory = None, json: JsonFile = None, plot: PlotFile = None, compare: CompareWith = None,
                quick: Quick = False) -> None:
-    """Time to first token of a stored prefix: the tier decides, beside always computing and always loading."""
+    """Time to first token of a stored prefix, loaded or computed.
+
+    The tier decides, beside always computing and always loading. Takes minutes; --quick about 1.
+    """
     _run_of_family("load", directory, "cpu", json, plot, compare, quick)
 
 
 @bench.command("integrity")
 def bench_integrity(directory: Directory = None, json: JsonFile = None, plot: PlotFile = None, compare: CompareWith = None,
                     quick: Quick = False) -> None:
-    """Crashes, flipped bits, torn and misdirected writes, a full drive: blocks lost, wrong bytes served. Exit code 1 if any."""
+    """Crashes and damage: blocks lost, wrong bytes served.
+
+    Kills, flipped bits, torn and misdirected writes, a full drive. Exit code 1 if a wrong byte is served, or more is lost than may be.
+    Takes minutes; --quick about 1.
+    """
     _run_of_family("integrity", directory, "cpu", json, plot, compare, quick)
 
 
@@ -75,7 +94,10 @@ class Peer(enum.StrEnum):
 def bench_ledger(json: JsonFile = None, plot: PlotFile = None, compare: CompareWith = None, quick: Quick = False,
                  peer: Annotated[Peer | None, typer.Option(help="Whose bookkeeping is measured beside; vLLM's where it is installed.",
                                                            show_default=False)] = None) -> None:
-    """The bookkeeping alone: match, insert, evict, decode, turns, host tier, growth."""
+    """The bookkeeping alone, beside vLLM's where it is installed.
+
+    Match, insert, evict, decode, turns, host tier, growth. Takes about 4 minutes with vLLM's beside it; --quick about 1.
+    """
     from kvtier.bench.ledger import measure_ledger
     from kvtier.bench.ledger_rig import is_compiled
     _run(lambda: measure_ledger(quick, None if peer is None else peer.value), "ledger", {"quick": quick, "compiled": is_compiled()}, None,
@@ -85,7 +107,10 @@ def bench_ledger(json: JsonFile = None, plot: PlotFile = None, compare: CompareW
 @bench.command("all")
 def bench_all(directory: Directory = None, device: Device = "cpu", json: JsonFile = None, plot: PlotFile = None,
               compare: CompareWith = None, quick: Quick = False) -> None:
-    """Every benchmark that can be measured here, one after another; one that fails does not stop the others. Exit code 1 if any failed."""
+    """Every benchmark that can be measured here, one by one.
+
+    One that fails does not stop the others; exit code 1 if any failed. Takes as long as all of them; --quick some minutes.
+    """
     from kvtier.bench.family import Common, run_all
     from kvtier.bench.outputs import Outputs
     raise typer.Exit(run_all(Common(folder(directory, "--directory"), quick, device), Outputs(json, plot, compare)))
@@ -94,7 +119,10 @@ def bench_all(directory: Directory = None, device: Device = "cpu", json: JsonFil
 @bench.command("compare")
 def bench_compare(old: Annotated[Path, typer.Argument(metavar="OLD", help="Figures that --json has written.")],
                   new: Annotated[Path, typer.Argument(metavar="NEW", help="Later ones, of the same machine.")]) -> None:
-    """Two files of figures, row by row. Exit code 1 where a row has become worse beyond noise, 2 for two machines."""
+    """Two files of figures, row by row.
+
+    Measures nothing. Exit code 1 where a row has become worse beyond noise, 2 for two machines.
+    """
     from kvtier.bench.outputs import compare_files
     raise typer.Exit(compare_files(old, new))
 

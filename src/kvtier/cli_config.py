@@ -8,14 +8,19 @@ from typing import Annotated
 
 import typer
 
-config = typer.Typer(no_args_is_help=True, help="Look at the settings of the tier.")
+from kvtier.errors import ConfigError
+
+config = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Settings of the tier: show them, check a file of them.")
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="This file instead of the one KVTIER_CONFIG names.")]
 
 
 @config.command()
 def show(file: ConfigFile = None, json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
-    """The effective value of every setting, and where it came from: environment, file or default. Keywords in code win over all of them."""
+    """Every setting's value, and where it came from.
+
+    That is the environment, a file or the default. Keywords in code win over all of them.
+    """
     from kvtier.tiering.config import TierConfig
     from kvtier.tiering.config_reference import sizes_in_words
     found = TierConfig.from_file(file) if file is not None else TierConfig()
@@ -33,11 +38,18 @@ def show(file: ConfigFile = None, json: Annotated[bool, typer.Option("--json", h
 
 
 @config.command()
-def check(files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="YAML or TOML files.")]) -> None:
-    """Whether files can be used, together with what the environment sets. Exit code 2 and one line for the first that cannot."""
+def check(files: Annotated[list[Path], typer.Argument(metavar="FILE", help="YAML or TOML, one or more.")]) -> None:
+    """Whether a configuration file is good; asks no engine.
+
+    What the environment sets counts too. A running engine is checked with kvtier check. Exit code 2 and one line for the first file that
+    cannot be used.
+    """
     from kvtier.tiering.config import TierConfig
     for file in files:
-        found = TierConfig.from_file(file)
+        try:
+            found = TierConfig.from_file(file)
+        except ConfigError as error:  # settings that contradict each other may come from several places
+            raise error if str(file) in str(error) else ConfigError(f"{file}: {error}") from None
         changed = [key for key, _, source in found.effective() if source.startswith("file")]
         others = [key for key, _, source in found.effective() if source.startswith("environment")]
         typer.echo(f"{file}: good; it sets {', '.join(changed) or 'nothing'}"
@@ -47,6 +59,6 @@ def check(files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Y
 @config.command()
 def schema(example: Annotated[bool, typer.Option("--example", help="A commented YAML file instead: every key and its default.")] = False,
            ) -> None:
-    """The JSON schema of a configuration file, for editors that check and complete."""
+    """The JSON schema of a configuration file, for editors."""
     from kvtier.tiering import config_reference
     typer.echo(config_reference.example() if example else json_format.dumps(config_reference.json_schema(), indent=2))

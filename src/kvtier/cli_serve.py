@@ -25,8 +25,9 @@ def bench_serve(engine: Annotated[ServedBy, typer.Option(help="Whose engine serv
                 trace: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False,
                                                            help="Serve this trace's arrivals instead.")] = None,
                 block: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Tokens of a block of the trace.")] = 512,
-                speed: Annotated[float, typer.Option(min=0.001, help="How many times as fast the trace's requests arrive.")] = 1.0,
-                device: Annotated[str, typer.Option(help="transformers: where the model runs.")] = "cpu",
+                speed: Annotated[float, typer.Option(min=0.001, metavar="FACTOR",
+                                                       help="How many times as fast the trace's requests arrive.")] = 1.0,
+                device: Annotated[str, typer.Option(metavar="DEVICE", help="transformers: where the model runs.")] = "cpu",
                 engine_arguments: Annotated[str, typer.Option("--vllm-arguments", metavar="TEXT",
                                                               help="Further arguments of vllm serve.")] = "",
                 more_engines: Annotated[bool | None, typer.Option(
@@ -39,13 +40,16 @@ def bench_serve(engine: Annotated[ServedBy, typer.Option(help="Whose engine serv
                                                            help='Which points, of "none,returning,restart".')] = None,
                 at_once: Annotated[str | None, typer.Option(metavar="N,...", show_default=False,
                                                             help="Requests in flight, one point for each.")] = None,
-                users: Annotated[int | None, typer.Option(show_default=False, help="Of a round, at least.")] = None,
-                rounds: Annotated[int | None, typer.Option(show_default=False, help="Recorded at each point.")] = None,
+                users: Annotated[int | None, typer.Option(metavar="N", show_default=False, help="Of a round, at least.")] = None,
+                rounds: Annotated[int | None, typer.Option(metavar="N", show_default=False, help="Recorded at each point.")] = None,
                 shape: Annotated[str | None, typer.Option(
                     metavar="SHARED,TURN,ANSWER,TURNS", show_default=False,
                     help="Of conversations: tokens that all begin with, of a user's turn, of an answer; turns.")] = None,
                 json: JsonFile = None, plot: PlotFile = None, compare: CompareWith = None, quick: Quick = False) -> None:
-    """Time to first token, throughput and hits of a served workload, with the tier beside the engine alone."""
+    """A served workload with the tier beside the engine alone.
+
+    Time to first token, throughput and hits. Takes minutes, with vLLM most of them for its engines to start; --quick fewer.
+    """
     from kvtier.bench.outputs import Outputs
     from kvtier.bench.serve import ServePlan, measure_serve
     from kvtier.bench.serve_engine import EngineMaker

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MOST_LINES = 20  # of bad blocks; all of them are in the JSON
 
-store = typer.Typer(no_args_is_help=True, help="Look after an NVMe directory that no process is using.")
+store = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look after an NVMe directory that no process is using.")
 
 Directory = Annotated[str, typer.Argument(metavar="DIR", help="A store, or the root above those of several ranks.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -68,9 +68,13 @@ def verify(directory: Directory, json: Json = False) -> None:
 @store.command()
 def scrub(directory: Directory,
           bandwidth: Annotated[str | None, typer.Option(metavar="RATE", help='At most so much is read, such as "200MiB/s".')] = None,
-          seconds: Annotated[float | None, typer.Option(min=0.0, help="Stop after this time; the next run goes on from there.")] = None,
+          seconds: Annotated[float | None, typer.Option(min=0.0, metavar="SECONDS",
+                                                       help="Stop after this time; the next run goes on from there.")] = None,
           json: Json = False) -> None:
-    """Verify every block and quarantine the bad ones, from where the last run stopped. Exit code 1 if there are any."""
+    """Verify every block and quarantine the bad ones.
+
+    Goes on where the last run stopped. Exit code 1 if there are any.
+    """
     from kvtier.io.store_commands import scrub_store
     from kvtier.pools.rate import parse_rate
     rate = None if bandwidth is None else parse_rate(bandwidth, "--bandwidth")
@@ -108,7 +112,10 @@ def gc(directory: Directory,
        release: Annotated[bool, typer.Option("--release-quarantine", help="Also put quarantined slots back into service, empty: after "
                                              "a crash of the machine, when the drive is good.")] = False,
        json: Json = False) -> None:
-    """Remove blocks whose time is over, damaged manifests that were kept, and what interrupted runs left behind."""
+    """Remove what has expired or was left behind.
+
+    That is blocks whose time is over, damaged manifests that were kept, and files of interrupted runs.
+    """
     from kvtier.io.store_commands import collect_garbage
 
     def collect_one(path: Path) -> Answer:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KVTierError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -33,6 +33,10 @@ _TROUBLE: Final = {
 }
 
 Labels = frozenset[tuple[str, str]]
+
+
+class NoMetrics(KVTierError):
+    """Nobody answers there, or not with metrics of a tier."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ def fetch(url: str, timeout: float = 5.0) -> Picture:
     """Ask once.
 
     Raises:
-        ConfigError: nobody answers there in time, or not with metrics of a tier.
+        NoMetrics: nobody answers there in time, or not with metrics of a tier.
     """
     from kvtier.tiering.metrics_reading import read_metrics
     try:
@@ -83,13 +87,13 @@ def fetch(url: str, timeout: float = 5.0) -> Picture:
             text = answer.read(_MOST_BYTES).decode("utf-8", "replace")
     except (OSError, ValueError, HTTPException) as error:  # URLError is an OSError; HTTPException: a line that is no HTTP, half an answer
         reason = str(getattr(error, "reason", error)).strip() or repr(error)
-        raise ConfigError(f"{url}: no answer ({reason}); is the engine running, and does it serve metrics there?") from None
+        raise NoMetrics(f"{url}: no answer ({reason}); is the engine running, and does it serve metrics there?") from None
     try:
         values = {(name, frozenset(labels.items())): value for name, labels, value in read_metrics(text).samples}
     except ValueError:
         values = {}
     if not any(name == "kvtier_up" for name, _ in values):
-        raise ConfigError(f"{url}: answers, but not with metrics of kvtier; look for the address that serve_metrics(...).url names")
+        raise NoMetrics(f"{url}: answers, but not with metrics of kvtier; look for the address that serve_metrics(...).url names")
     return Picture(time.monotonic(), values)
 
 
@@ -169,9 +173,12 @@ def _routes(now: Picture, before: Picture | None, per: str) -> RenderableType:
 
 
 def top(url: Annotated[str, typer.Argument(metavar="URL", help="Of the metrics, such as 127.0.0.1:9400.")],
-        interval: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between two looks.")] = 2.0,
+        interval: Annotated[float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="Between two looks.")] = 2.0,
         once: Annotated[bool, typer.Option("--once", help="Look once, and show everything since the start.")] = False) -> None:
-    """A live view of a running tier: what is where, what moves, what is reused, what goes wrong. Ends with Ctrl-C."""
+    """A live view of a running tier, until Ctrl-C.
+
+    What is where, what moves, what is reused, what goes wrong. Exit code 1 if nobody answers there.
+    """
     from rich.console import Console
     from rich.live import Live
     address = full_url(url)
@@ -187,6 +194,6 @@ def top(url: Annotated[str, typer.Argument(metavar="URL", help="Of the metrics, 
             try:
                 before, now = now, fetch(address)
                 problem = ""
-            except ConfigError as error:  # it may come back
+            except NoMetrics as error:  # it may come back
                 problem = str(error)
             live.update(view(now, before, address, problem), refresh=True)

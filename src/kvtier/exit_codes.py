@@ -1,4 +1,8 @@
-"""What the commands end with. Ctrl-C and SIGTERM have the shell's own codes."""
+"""What the commands end with.
+
+1 is for what was looked at and did not hold, also where nobody answered; 2 for what the user wrote. Ctrl-C and SIGTERM have the shell's
+own codes.
+"""
 
 from typing import Final
 

@@ -56,6 +56,21 @@ def test_answers_are_the_same_and_come_from_the_tiers(run):
     assert "24 of 24 answers are identical" in result.text
 
 
+@pytest.mark.parametrize("below_a_file", [False, True])
+def test_a_folder_that_cannot_be_kept_is_refused_before_a_model_is_loaded(run, tmp_path, monkeypatch, below_a_file):
+    def load(*_given, **_named):
+        raise AssertionError("too late")
+
+    monkeypatch.setattr(demo, "load_demo_model", load)
+    (tmp_path / "file").write_text("")
+    kept = tmp_path / "file" / "x" if below_a_file else "/proc/x/y"
+    with pytest.raises(ConfigError, match=f"^--keep-nvme {kept}: cannot be written"):
+        run(keep_nvme=demo.Path(kept))
+    with pytest.raises(AssertionError, match="too late"):
+        run(keep_nvme=tmp_path / "a" / "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "what can be made is not made yet"
+
+
 def test_the_json_has_the_keys_that_were_promised(run):
     figures = run().figures
     assert {"tokens_identical", "near_tie_divergences", "reused_tokens", "ttft_seconds", "bytes", "gbps"} <= set(figures)

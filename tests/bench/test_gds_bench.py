@@ -21,6 +21,19 @@ from kvtier.pools.nvme_geometry import NvmeGeometry
 PLAN = GdsPlan(block_bytes=64 << 10, num_blocks=6, at_once=2, rounds=5, threads=(1, 2), task_sizes=(4096, 65_536))
 
 
+def test_a_machine_without_cupy_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("kvtier.io.gds_probe.obstacle", lambda device, directory: None)
+    with pytest.raises(ConfigError, match=r"no GPUDirect Storage between cuda:0 .*: CuPy is not installed; pip install 'kvtier\[cuda\]'$"):
+        measure_gds(tmp_path, plan=PLAN)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_does_not_exist_is_refused_as_by_the_other_benchmarks_of_a_drive(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--directory .*none: does not exist; name a folder on the drive"):
+        measure_gds(tmp_path / "none", plan=PLAN)
+
+
 def through(kvikio: KvikioDouble) -> Callable[..., GdsPath]:
     def open_path(paths: Sequence[Path], geometries: Sequence[NvmeGeometry], rows: int, threads: int, task: int) -> GdsPath:
         return GdsPath.of_host(kvikio, paths, geometries, rows, task)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.bench.model_sizes import find_model, known_models
+from kvtier.bench.model_sizes import catalogue_lines, find_model, known_models
 from kvtier.errors import ConfigError
 
 
@@ -39,8 +39,18 @@ def test_a_configuration_that_does_not_say_enough_is_refused(tmp_path: Path, tex
         find_model(str(tmp_path))
 
 
+def test_the_catalogue_has_a_line_for_each_model_with_bytes_by_element_type() -> None:
+    _, headings, *lines = catalogue_lines()
+    assert headings.split("  ")[-2:] == ["bfloat16, float16", "float8, fp8, int8"]
+    assert [line.split()[0] for line in lines] == [model.name for model in known_models()]
+    assert "llama-3.1-8b 262144 131072 65536" in [" ".join(line.split()) for line in lines]
+    assert len({len(line) for line in (headings, *lines)}) == 1, "columns"
+
+
 def test_an_unknown_model_gets_the_nearest_names() -> None:
     with pytest.raises(ConfigError, match=r"'lama-3\.1-8b'.*did you mean llama-3\.1-8b"):
         find_model("lama-3.1-8b")
+    with pytest.raises(ConfigError, match=r"^--model='xyzzy': .* a config\.json; kvtier tune --list-models lists what is known$"):
+        find_model("xyzzy")
     with pytest.raises(ConfigError, match="unknown; use one of"):
         find_model("llama-3.1-8b").token_bytes("bits")

@@ -139,10 +139,15 @@ def test_rows_are_in_bytes_of_the_models_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    ({"json_file": Path("/nonexistent/out.json")}, "cannot be written"), ({"primary": "5"}, "primary='5': a size needs a unit"),
-    ({"policy": "best"}, "policy='best': unknown"), ({"model": "llama-3-8"}, "did you mean llama-3-8b"),
-    ({"secondary": "1KiB"}, "less than one block"), ({"dtype": "int3"}, "dtype='int3'"), ({"write_ahead_share": 2.0}, "a share from 0"),
-    ({"copy_bandwidth": "fast"}, "copy_bandwidth"), ({"block": 16}, "--block 512"),
+    ({"json_file": Path("/nonexistent/out.json")}, "cannot be written"), ({"primary": "5"}, "--primary='5': a size needs a unit"),
+    ({"policy": "best"}, "--policy='best': unknown"), ({"model": "llama-3-8"}, "--model='llama-3-8': .*did you mean llama-3-8b"),
+    ({"secondary": "1KiB"}, "--secondary='1KiB': less than one block"),
+    ({"primary": "0.001%"}, "--primary='0.001%': less than one of the trace's"),
+    ({"dtype": "int3"}, "--dtype='int3'"), ({"write_ahead_share": 2.0}, "--write-ahead-share=2.0: a share from 0"),
+    ({"copy_bandwidth": "fast"}, "--copy-bandwidth='fast': a rate is"),
+    ({"nvme_bandwidth": "1GB"}, "--nvme-bandwidth='1GB': a rate is"),
+    ({"primary": "0 blocks"}, "--primary='0 blocks': the primary level needs"),
+    ({"secondary": "0 blocks", "nvme": "5 blocks"}, "give --secondary at least 1 block"), ({"block": 16}, "--block 512"),
 ])
 def test_bad_input_is_refused_and_nothing_is_written(tmp_path: Path, given: dict[str, object], said: str) -> None:
     before = options(tmp_path)

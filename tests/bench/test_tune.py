@@ -146,6 +146,17 @@ def test_the_command_says_what_each_size_buys_and_writes_figures_and_a_configura
     assert config.nvme_directory == tmp_path / 'a "folder"', "wherever the engine is started"
 
 
+def test_a_speed_that_was_not_measured_is_said_with_what_to_do_where_the_level_is(tmp_path: Path) -> None:
+    console = Console(record=True, width=300)
+    run_tune(options(tmp_path, measured=[]), console)
+    said = console.export_text().splitlines()
+    for level, benchmark in (("secondary", "copy"), ("nvme", "nvme")):
+        line = next(line for line in said if line.startswith(f"{level}: none"))
+        assert "its speed was not measured" in line
+        assert f"--measured FILE takes what kvtier bench {benchmark} --json writes" in line
+    assert sum("--measured" in line for line in said) == 2
+
+
 def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "report.html"
@@ -162,11 +173,12 @@ def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("given", "said"), [
     ({"json_file": Path("/nonexistent/x.json")}, "cannot be written"), ({"html_file": Path("/nonexistent/x.html")}, "cannot be written"),
     ({"config_file": Path("tier.toml")}, r"name a \.yaml file"), ({"model": "gpt-oss-21b"}, "did you mean gpt-oss-20b"),
-    ({"endurance": "5%"}, "must be a size in bytes"), ({"endurance": "0TB"}, "at least 1 byte"),
-    ({"nvme_directory": Path(__file__)}, "not a folder"), ({"prefill_rate": 0.0}, "prefill_rate=0.0"), ({"sample": 2.0}, "sample=2.0"),
-    ({"primary": "lots"}, "primary='lots'"),
+    ({"endurance": "5%"}, "--endurance='5%': must be a size in bytes"), ({"endurance": "0TB"}, "at least 1 byte"),
+    ({"nvme_directory": Path(__file__)}, "not a folder"), ({"prefill_rate": 0.0}, "--prefill-rate=0.0"), ({"sample": 2.0}, "--sample=2.0"),
+    ({"primary": "lots"}, "--primary='lots'"),
     ({"endurance": "600"}, 'write for example "600GB"'), ({"block": 16}, "--block 512"),
-    ({"measured": [Path("/nonexistent.json")]}, "cannot be read"),
+    ({"host_limit": "5"}, "--host-limit='5': a size needs a unit"), ({"nvme_limit": "5%"}, "--nvme-limit='5%': must be a size in bytes"),
+    ({"tokenizer": "none.json"}, "--tokenizer='none.json'"), ({"measured": [Path("/nonexistent.json")]}, "cannot be read"),
 ])
 def test_bad_input_is_refused_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, object],
                                                      said: str) -> None:

@@ -197,6 +197,28 @@ def test_a_bad_value_in_the_environment_is_a_config_error(
         TierConfig()
 
 
+@pytest.mark.parametrize(("key", "value", "said"), [
+    ("primary", "12 giblets", "primary='12 giblets': unknown unit 'giblets'"),
+    ("nvme", "-1GiB", "nvme='-1GiB': a size must not be negative"),
+    ("nvme_free_space_reserve", "4 blocks", "must be a size in bytes"), ("gds_task_size", "3KiB", "multiple of 4096"),
+    ("prefetch_bandwidth", "1GiB", "a rate is a size per second"), ("nvme_directory", "$NOT_SET_ANYWHERE", "is not set"),
+    ("faults", "nvme.read.bit_flop=1", "did you mean 'bit_flip'"), ("host_cache_size", "much", "secondary='much': not a size"),
+    ("free_gpu_memory_fraction", "much", "free_gpu_memory_fraction='much': must be a share")], ids=lambda text: str(text).split()[0])
+def test_a_value_that_cannot_be_read_is_refused_with_the_file_or_variable_that_it_came_from(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str, value: str, said: str) -> None:
+    file = tmp_path / "tier.toml"
+    file.write_text(f'{key} = "{value}"\n')
+    with pytest.raises(ConfigError) as refused:
+        TierConfig.from_file(file)
+    assert str(refused.value).startswith(f"file {file}")
+    assert said in str(refused.value)
+    monkeypatch.setenv(f"KVTIER_{key.upper()}", value)
+    with pytest.raises(ConfigError) as refused:
+        TierConfig.from_file(file)
+    assert str(refused.value).startswith(f"environment KVTIER_{key.upper()}"), "the environment wins, so it is the one to correct"
+    assert said in str(refused.value)
+
+
 @pytest.mark.parametrize(("name", "text", "message"), [
     ("a.json", "{}", "use a .yaml, .yml or .toml file"), ("a.toml", "primary = ", "correct the file"),
     ("a.yaml", "primary: [", "correct the file"), ("a.yaml", "- 8 blocks", "keys and values"),

@@ -51,7 +51,7 @@ def test_a_server_without_a_tier_is_told_so(smollm: Path) -> None:
     port = free_port()
     with server(smollm, None, port):
         code, _, said = check(port)
-    assert code == 2
+    assert code == 1
     assert "no kvtier tier is attached" in said
 
 
