@@ -81,8 +81,8 @@ MISTAKES: Final = [
          "test_fused_write::test_queries_in_eight_bits")),
     *_mistakes_of(
         "values are stored, or read, with the scale of keys",
-        ("append.py", "stored.storage, stored.value_scale, value_pages, inside, value)",
-         "stored.storage, stored.key_scale, value_pages, inside, value)",
+        ("append.py", "stored.storage, stored.value_scale, runs.value_pages, runs, value)",
+         "stored.storage, stored.key_scale, runs.value_pages, runs, value)",
          "test_append_storage::test_values_are_stored_with_the_scale_of_values"),
         ("triton_append.py", "store_rows(rows, head, placed, value_page, inside, value_scale,",
          "store_rows(rows, head, placed, value_page, inside, key_scale,", GPU_WRITE),
@@ -116,9 +116,9 @@ MISTAKES: Final = [
          "test_nvfp4::test_nothing_to_scale_by_gives_zeros")),
     *_mistakes_of(
         "of several requests one's entry is judged by another's row of the table",
-        ("places.py", "is_bad_field(table[rows, field, blocks], field)", "is_bad_field(table[0, field, blocks], field)",
+        ("places.py", "is_bad_entry(table[runs.rows, :, runs.blocks])", "is_bad_entry(table[runs.rows * 0, :, runs.blocks])",
          "test_fused_write::test_a_bad_entry_of_one_of_several_sequences_leaves_everything_untouched"),
-        ("places.py", "is_bad_field(table[:, field], field)[rows, blocks]", "is_bad_field(table[:, field], field)[0, blocks]",
+        ("places.py", "is_bad_entry(table[runs.rows, :, runs.blocks])", "is_bad_entry(table[runs.rows * 0, :, runs.blocks])",
          "test_append::test_a_bad_entry_of_a_long_prompt_is_refused_before_anything_is_written")),
     *_mistakes_of(
         "behind the end of a row the next request's entry is read",
@@ -128,7 +128,7 @@ MISTAKES: Final = [
         "a null entry is judged after the layer was added, and is somebody's page",
         ("checks.py", "bad: npt.NDArray[np.bool_] = (entries < 0)", "bad: npt.NDArray[np.bool_] = (entries + self.offset < 0)",
          "test_append::test_a_null_entry_plus_the_layer_offset_is_not_a_page"),
-        ("places.py", "(values >= 0) & (values < limit)", "(values + layer_offset >= 0) & (values < limit)",
+        ("places.py", "np.all((entries >= 0)", "np.all((entries + layer_offset >= 0)",
          "test_append::test_unchecked_a_token_without_a_page_is_left_out_whole"),
         ("triton_append.py", "placed & (value_entry >= 0)", "placed & (value_entry + layer_offset >= 0)", GPU_WRITE),
         ("triton_pages.py", "tl.where((entry >= 0) &", "tl.where((entry + layer_offset >= 0) &", GPU_READ)),
@@ -140,9 +140,9 @@ MISTAKES: Final = [
          GPU_WRITE)),
     *_mistakes_of(
         "a reused block is written",
-        ("places.py", "wrong = (places < first) & active", "wrong = (places < 0) & active",
+        ("places.py", "wrong = runs.positions < first ", "wrong = runs.positions < 0 ",
          "test_fused_write::test_a_reused_block_is_never_written"),
-        ("places.py", "placed &= places >= self.first_writable.numpy()[rows]", "placed &= places >= 0",
+        ("places.py", "runs.positions, 0, runs.lengths)", "runs.positions, 0, 0)",
          "test_append::test_what_is_reused_is_left_out_and_the_rest_is_written"),
         ("triton_append.py", "placed & (position >= tl.load(first_writable", "placed & (position >= 0 * tl.load(first_writable",
          GPU_WRITE)),
