@@ -115,6 +115,12 @@ MISTAKES: Final = [
         ("nvfp4.py", "torch.where(step > 0, codes, 0)", "torch.where(step >= 0, codes, 0)",
          "test_nvfp4::test_nothing_to_scale_by_gives_zeros")),
     *_mistakes_of(
+        "a run of tokens goes on into the next sequence, or the next block",
+        ("places.py", "begins[1:] |= rows[1:] != rows[:-1]", "begins[1:] |= rows[1:] < 0",
+         "test_places::test_a_run_is_a_stretch_of_one_block_and_all_runs_are_all_tokens"),
+        ("places.py", "begins[1:] |= np.bitwise_and(positions[1:], tokens_per_block - 1, out=numbers) == 0", "begins[1:] |= numbers == 0",
+         "test_places::test_a_prefill_lands_where_single_tokens_would")),
+    *_mistakes_of(
         "of several requests one's entry is judged by another's row of the table",
         ("places.py", "is_bad_entry(table[runs.rows, :, runs.blocks])", "is_bad_entry(table[runs.rows * 0, :, runs.blocks])",
          "test_fused_write::test_a_bad_entry_of_one_of_several_sequences_leaves_everything_untouched"),
