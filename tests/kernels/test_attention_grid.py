@@ -166,15 +166,18 @@ def test_several_pools_in_one_model():
         assert relative_error(out, batch.expected(0, query, [29])) < 1e-5
 
 
-def test_a_pool_beyond_the_32nd_bit_of_an_offset():
-    """The pages lie far apart in a file of zeros that takes no memory until it is touched: element numbers beyond 2**31."""
+@pytest.mark.parametrize("gap", [0, 1])
+def test_a_pool_beyond_the_32nd_bit_of_an_offset(gap):
+    """The pages lie far apart in a file of zeros that takes no memory until it is touched: element numbers beyond 2**31. With a gap
+    behind each page they are no multiples of anything, and so what pages are counted in."""
     import mmap
 
     elements, unit, dim = (1 << 31) + (1 << 20), 16, 64
     memory = mmap.mmap(-1, elements, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
-    pages = torch.frombuffer(memory, dtype=torch.int8).view(-1, 1, unit, dim)
+    numbers, size = torch.frombuffer(memory, dtype=torch.int8), unit * dim + gap
+    pages = numbers[:elements // size * size].view(-1, size)[:, :unit * dim].unflatten(1, (1, unit, dim))
     last = pages.shape[0] - 2
-    assert last * unit * dim > 2**31
+    assert last * size > 2**31
     small = torch.randint(-127, 127, (4, 1, unit, dim), dtype=torch.int8)
     pages[last:] = small[2:]
     pages[:2] = small[:2]

@@ -58,6 +58,17 @@ def test_a_draft_sees_its_path_and_what_is_before_the_drafts(first, second, past
     assert relative_error(reference, expected_of(batch, 0, query[:len(first)], pasts[0], first)) < 1e-6
 
 
+def test_a_draft_that_sees_nothing_gives_zeros():
+    """Not even itself, and nothing before it: such rows pad a batch of drafts."""
+    batch = AttentionBatch([3], first=[0])
+    query, mask = batch.queries(3), mask_of_parents([-1, 0, 0])
+    mask[1] = False
+    out = attention_prefill(query, batch.pages, batch.table[0], 0, draft_mask=mask, **batch.how)
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    assert relative_error(out[:1], batch.expected(0, query[:1], [0])) < 1e-5
+    assert relative_error(out[2:], batch.expected(0, query[2:], [1], hidden=[[1]], key_positions=[0, 1, 1])) < 1e-5
+
+
 def test_a_line_of_drafts_is_an_ordinary_chunk():
     batch = AttentionBatch([30], first=[20], window=15, sinks=3)
     query = batch.queries(10)

@@ -57,6 +57,16 @@ def test_block_scales_are_found_page_for_page_beside_the_numbers():
     assert relative_error(attention_decode(query, batch.pages, batch.table, lengths, **batch.how), expected) < 1e-5
 
 
+def test_values_in_a_pool_of_their_own_have_block_scales_of_their_own():
+    """As wide as the keys' are, so that the keys' would be taken without an error."""
+    batch = AttentionBatch([30], dtype=NVFP4, scales=(0.03, 0.01))
+    query = batch.queries(1)
+    apart = batch.how | {"kv_factor": 1, "value_pages": batch.pages[1::2], "scale_pages": batch.scale_pages[::2],
+                         "value_scale_pages": batch.scale_pages[1::2]}
+    out = attention_decode(query, batch.pages[::2], batch.table // 2, torch.tensor([30]), **apart)
+    assert relative_error(out, batch.expected(0, query, [29])) < 1e-5
+
+
 def test_a_group_of_nan_reaches_those_who_see_it_and_nobody_else():
     batch = AttentionBatch([20], window=8, dtype=NVFP4, scales=(0.03, 0.01), first=[0])
     page = int(batch.table[0, 1, 1]) + 2   # the layer's values of tokens 4 to 7
