@@ -194,6 +194,7 @@ class Point:
         start = time.perf_counter()
         for batch in self._batches:
             transfers.issue(batch)
+            transfers.let_begin()
         self._submit.append(time.perf_counter() - start)
         if not transfers.idle(PATIENCE):
             raise TransferError(f"copies hang: not over after {PATIENCE:.0f} s")

@@ -2,6 +2,11 @@
 
 The limit of decode is torch's own attention over keys and values that lie contiguously already; of append, a plain copy of the same
 bytes. Every result is compared: decode's with torch's, append's byte by byte. The pages are scattered over the pool.
+
+A plain copy is as fast as the memory that it gets. On one virtual machine the same copy ran at 17 or at 27 GB/s, depending on which
+memory an allocation was given, and at 44 when its target was in the cache. So the copy has the append's sources and the append's
+target: it writes them one after the other into the pool's own memory, which both find zeroed. A turn is several layers, as in a
+forward pass, so that what the cache still holds of the zeros is little of it, and a thread that wakes late costs little.
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ class KernelsPlan:
         dtypes: of pages and queries, by torch's names.
         page_tokens: page sizes.
         append_tokens: tokens of one append, as in a prefill.
+        append_layers: appends of one turn.
         rounds: recorded per row.
     """
 
@@ -49,6 +55,7 @@ class KernelsPlan:
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     page_tokens: tuple[int, ...] = (16, 32, 64, 128)
     append_tokens: int = 8192
+    append_layers: int = 4
     rounds: int = 9
 
     @classmethod
@@ -56,14 +63,18 @@ class KernelsPlan:
         """32 sequences of 4,096 tokens; quick: 8 of 1,024, two page sizes."""
         return cls(8, 1024, page_tokens=(16, 64), append_tokens=4096, rounds=5) if quick else cls(32, 4096)
 
-    def group_of(self, dtype: str, tokens: int) -> LayerGroup:
-        """One layer with this page size."""
-        return KVLayout.uniform(num_layers=1, num_kv_heads=self.heads, head_dim=self.head_dim, dtype=dtype,
+    def group_of(self, dtype: str, tokens: int, layers: int = 1) -> LayerGroup:
+        """Layers with this page size."""
+        return KVLayout.uniform(num_layers=layers, num_kv_heads=self.heads, head_dim=self.head_dim, dtype=dtype,
                                 tokens_per_block=tokens).groups[0]
 
     def context_bytes(self, dtype: str) -> int:
         """Keys and values of the whole batch."""
         return 2 * self.sequences * self.tokens * self.heads * self.head_dim * TORCH_DTYPES[dtype].itemsize
+
+    def append_bytes(self, dtype: str) -> int:
+        """Keys and values of one turn of appends."""
+        return 2 * self.append_layers * self.append_tokens * self.heads * self.head_dim * TORCH_DTYPES[dtype].itemsize
 
 
 def measure_kernels(quick: bool = False, *, plan: KernelsPlan | None = None) -> Report:
@@ -80,19 +91,22 @@ def measure_kernels(quick: bool = False, *, plan: KernelsPlan | None = None) -> 
         ConfigError: the pages do not fit into free memory.
     """
     plan = KernelsPlan.for_this_machine(quick) if plan is None else plan
-    if min(plan.sequences, plan.tokens, plan.append_tokens, plan.rounds) < 1:
-        raise ConfigError(f"{plan.sequences} sequences of {plan.tokens} tokens, {plan.append_tokens} to append, {plan.rounds} rounds: a "
-                          "kernel benchmark needs at least 1 of each")
-    require_memory("kvtier bench kernels", 2 * max(plan.context_bytes(dtype) for dtype in plan.dtypes) + (256 << 20),
+    if min(plan.sequences, plan.tokens, plan.append_tokens, plan.append_layers, plan.rounds) < 1:
+        raise ConfigError(f"{plan.sequences} sequences of {plan.tokens} tokens, {plan.append_tokens} to append in {plan.append_layers} "
+                          f"layers, {plan.rounds} rounds: a kernel benchmark needs at least 1 of each")
+    most = max(max(plan.context_bytes(dtype), plan.append_bytes(dtype)) for dtype in plan.dtypes)
+    require_memory("kvtier bench kernels", 2 * most + (256 << 20),
                    "end other programs" if quick else "end other programs, or use --quick, which needs less")
     report = Report("kvtier bench kernels", {
         "command": "kernels", "quick": quick, "device": "cpu", "sequences": plan.sequences, "tokens": plan.tokens, "kv_heads": plan.heads,
         "query_heads": plan.heads * plan.group, "head_dim": plan.head_dim, "page_tokens": list(plan.page_tokens),
-        "append_tokens": plan.append_tokens, "rounds": plan.rounds, "torch_threads": torch.get_num_threads(),
+        "append_tokens": plan.append_tokens, "append_layers": plan.append_layers, "rounds": plan.rounds,
+        "torch_threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability()})
     report.note(f"decode: {plan.sequences} sequences of {plan.tokens} tokens, one query each with {plan.heads * plan.group} heads over "
                 f"{plan.heads}; GB/s of keys and values read. {ROWS}: the query heads of a KV head as rows, the fastest form it has. "
-                f"append: {plan.append_tokens} tokens of one sequence; GB/s of keys and values written. The size in a row's name is one "
+                f"append: {plan.append_tokens} tokens of one sequence in {plan.append_layers} layers, one after the other; GB/s of keys "
+                f"and values written. {COPY}: the same rows to the same pool, side by side. The size in a row's name is one "
                 f"page of keys: {', '.join(_page_names(plan))}. Pages are scattered. noise: the limit against itself, in the same rounds.")
     with torch.inference_mode():
         for dtype in plan.dtypes:
@@ -111,48 +125,47 @@ def _page_bytes(plan: KernelsPlan, dtype: str, tokens: int) -> int:
     return tokens * plan.heads * plan.head_dim * TORCH_DTYPES[dtype].itemsize
 
 
-class _Stage:
+def _scattered_pool(group: LayerGroup, sequences: int, blocks: int) -> tuple[PrimaryPool, torch.Tensor]:
+    """A pool of exactly these blocks, and a table that gives them to the sequences in any order."""
+    pool = PrimaryPool(group, sequences * blocks, "cpu")
+    slots = torch.randperm(sequences * blocks, generator=torch.Generator().manual_seed(6)).view(sequences, blocks).tolist()
+    table = OffsetTable.for_group(group, max_rows=sequences, max_blocks=blocks, num_blocks=sequences * blocks).fill(slots)
+    return pool, table
+
+
+class _Context:
     """Contiguous keys and values ``[sequences, heads, tokens, head_dim]``, and a pool in whose scattered pages they lie as well."""
 
-    def __init__(self, plan: KernelsPlan, dtype: str, page_tokens: int, sequences: int, tokens: int) -> None:
+    def __init__(self, plan: KernelsPlan, dtype: str, page_tokens: int) -> None:
         generator = torch.Generator().manual_seed(7)
         self.keys, self.values = (
-            torch.empty(sequences, plan.heads, tokens, plan.head_dim, dtype=TORCH_DTYPES[dtype]).normal_(generator=generator)
+            torch.empty(plan.sequences, plan.heads, plan.tokens, plan.head_dim, dtype=TORCH_DTYPES[dtype]).normal_(generator=generator)
             for _ in range(2))
-        blocks = -(-tokens // page_tokens)
-        group = plan.group_of(dtype, page_tokens)
-        self.pool = PrimaryPool(group, sequences * blocks, "cpu")
-        slots = torch.randperm(sequences * blocks, generator=generator).view(sequences, blocks).tolist()
-        self.table = OffsetTable.for_group(group, max_rows=sequences, max_blocks=blocks, num_blocks=sequences * blocks).fill(slots)
-        self.positions = torch.arange(tokens)
-        self.first_sequence = torch.zeros_like(self.positions)
-
-    def write(self, sequence: int) -> None:
-        """Append one whole sequence."""
-        write_kv(self.pool.pages, self.keys[sequence].transpose(0, 1), self.values[sequence].transpose(0, 1),
-                 self.table[sequence:sequence + 1], self.first_sequence, self.positions, layer=0, num_layers=1)
+        self.pool, self.table = _scattered_pool(plan.group_of(dtype, page_tokens), plan.sequences, -(-plan.tokens // page_tokens))
+        positions = torch.arange(plan.tokens)
+        for sequence in range(plan.sequences):
+            write_kv(self.pool.pages, self.keys[sequence].transpose(0, 1), self.values[sequence].transpose(0, 1),
+                     self.table[sequence:sequence + 1], torch.zeros_like(positions), positions, layer=0, num_layers=1)
 
 
 def _measure_decode(report: Report, plan: KernelsPlan, dtype: str, page_tokens: int) -> None:
     name = f"kernels/decode/{dtype}/{size_name(_page_bytes(plan, dtype, page_tokens))}"
     report.say(f"measuring {name}")
-    stage = _Stage(plan, dtype, page_tokens, plan.sequences, plan.tokens)
-    for sequence in range(plan.sequences):
-        stage.write(sequence)
+    context = _Context(plan, dtype, page_tokens)
     generator = torch.Generator().manual_seed(8)
-    query = torch.randn(plan.sequences, plan.heads * plan.group, plan.head_dim, generator=generator).to(stage.keys.dtype)
+    query = torch.randn(plan.sequences, plan.heads * plan.group, plan.head_dim, generator=generator).to(context.keys.dtype)
     lengths = torch.full((plan.sequences,), plan.tokens)
     rows = query.view(plan.sequences, plan.heads, plan.group, plan.head_dim)
     results: dict[str, torch.Tensor] = {}
 
     def attend_rows() -> None:
-        results[ROWS] = scaled_dot_product_attention(rows, stage.keys, stage.values).view_as(query)
+        results[ROWS] = scaled_dot_product_attention(rows, context.keys, context.values).view_as(query)
 
     def attend_gqa() -> None:
-        results[GQA] = scaled_dot_product_attention(query[:, :, None], stage.keys, stage.values, enable_gqa=True).view_as(query)
+        results[GQA] = scaled_dot_product_attention(query[:, :, None], context.keys, context.values, enable_gqa=True).view_as(query)
 
     def attend_pages() -> None:
-        results[OURS] = attention_decode(query, stage.pool.pages, stage.table, lengths, layer=0, num_layers=1)
+        results[OURS] = attention_decode(query, context.pool.pages, context.table, lengths, layer=0, num_layers=1)
 
     attend_rows()
     expected, failures = results[ROWS].double(), []
@@ -174,38 +187,39 @@ def _measure_decode(report: Report, plan: KernelsPlan, dtype: str, page_tokens: 
 def _measure_append(report: Report, plan: KernelsPlan, dtype: str, page_tokens: int) -> None:
     name = f"kernels/append/{dtype}/{size_name(_page_bytes(plan, dtype, page_tokens))}"
     report.say(f"measuring {name}")
-    stage = _Stage(plan, dtype, page_tokens, 1, plan.append_tokens)
+    layers, tokens = plan.append_layers, plan.append_tokens
+    pool, table = _scattered_pool(plan.group_of(dtype, page_tokens, layers), 1, -(-tokens // page_tokens))
     # As a model hands them over: [tokens, heads, head_dim], contiguous.
-    sources = [rows[0].transpose(0, 1).contiguous() for rows in (stage.keys, stage.values)]
-    copies = [torch.empty_like(rows) for rows in sources]
+    rows = torch.empty(layers, 2, tokens, plan.heads, plan.head_dim, dtype=TORCH_DTYPES[dtype])
+    rows.normal_(generator=torch.Generator().manual_seed(9))
+    targets = pool.pages.view(-1)[:rows.numel()].view_as(rows)
+    sequence, positions = torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens)
     failures: list[str] = []
 
     def copy() -> None:
-        for target, source in zip(copies, sources, strict=True):
-            target.copy_(source)
+        for layer in range(layers):
+            for field in range(2):
+                targets[layer, field].copy_(rows[layer, field])
 
     def append() -> None:
-        write_kv(stage.pool.pages, sources[0], sources[1], stage.table, stage.first_sequence, stage.positions, layer=0, num_layers=1)
+        for layer in range(layers):
+            write_kv(pool.pages, rows[layer, 0], rows[layer, 1], table, sequence, positions, layer=layer, num_layers=layers)
 
-    def clear_copies() -> None:   # before a copy as before an append: what was just written is nearer than what was not
-        for target in copies:
-            target.zero_()
-
-    def clear_pages() -> None:
-        stage.pool.pages.zero_()
+    def clear() -> None:
+        pool.pages.zero_()
 
     def check() -> None:
-        for field, source in enumerate(sources):
-            pages = stage.pool.pages[stage.table[0, field].long()]   # [blocks, heads, tokens, head_dim]
-            found = pages.transpose(1, 2).reshape(-1, plan.heads, plan.head_dim)[:plan.append_tokens]
-            if not torch.equal(found, source):
-                failures.append(f"wrong {('keys', 'values')[field]} in the pages")
+        for layer in range(layers):
+            for field in range(2):
+                pages = pool.pages[table[0, field].long() + 2 * layer]   # [blocks, heads, tokens, head_dim]
+                found = pages.transpose(1, 2).reshape(-1, plan.heads, plan.head_dim)[:tokens]
+                if not torch.equal(found, rows[layer, field]):
+                    failures.append(f"wrong {('keys', 'values')[field]} in the pages of layer {layer}")
 
-    measured = interleave([Alternative(COPY, copy, clear_copies), Alternative(OURS, append, clear_pages, check),
-                           Alternative(AGAIN, copy, clear_copies)], plan.rounds)
+    measured = interleave([Alternative(COPY, copy, clear), Alternative(OURS, append, clear, check), Alternative(AGAIN, copy, clear)],
+                          plan.rounds)
     if failures:
         report.reject(name, failures[0])
         return
-    num_bytes = sum(source.numel() * source.element_size() for source in sources)
-    report.add(throughput_row(name, measured, OURS, COPY, num_bytes))
+    report.add(throughput_row(name, measured, OURS, COPY, plan.append_bytes(dtype)))
     report.add(noise_row(f"{name}/noise", measured, AGAIN, COPY))

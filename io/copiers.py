@@ -22,7 +22,7 @@ from kvtier.io.cuda_stream import load_cuda
 from kvtier.io.layer_copier import BlockRows, LayerCopier, layers_copier, section_copier
 from kvtier.io.layer_pieces import Layers, piece_ends, pieces_by_layer, pieces_on_host
 from kvtier.io.row_copier import Call, Numbers, RowCopier, Rows
-from kvtier.kernels.partial_copy import copy_partial_blocks
+from kvtier.io.token_copier import TokenCopier
 from kvtier.pools.block_sections import BlockSection
 from kvtier.pools.device_arena import DeviceArena
 from kvtier.pools.group_pools import BlockGroup, GroupMemory
@@ -78,27 +78,25 @@ class HostCopier:
             # Between two arenas a block is one row, whatever it consists of.
             self._whole = [RowCopier(source.rows, destination.rows)]
         self._beside = [copier for copier, section in zip(by_section, group.sections, strict=True) if not section.is_by_token]
-        self._by_token = [(section_blocks(destination, section), section_blocks(source, section))
+        self._by_token = [TokenCopier(_bytes_of(source, section), _bytes_of(destination, section))
                           for section in group.sections if section.is_by_token]
 
     def copy(self, pairs: Sequence[tuple[int, int]], num_tokens: int = 0, layers: Layers | None = None) -> None:
         """Copy now, in the calling thread."""
-        if not pairs:
-            return
+        for call in self.plan(pairs, num_tokens, layers) if pairs else ():
+            call()
+
+    def plan(self, pairs: Sequence[tuple[int, int]], num_tokens: int = 0, layers: Layers | None = None) -> list[Call]:
+        """The calls that ``copy`` makes with these arguments, for a thread that is to do nothing but copy. IndexError as of ``copy``."""
         sources, destinations = self._checked(pairs)
         copiers = self._whole if layers is None else self._copiers_of(layers)
+        calls: list[Call] = []
         if 0 < num_tokens < self._tokens_per_block:
-            for destination, source in self._by_token:
-                copy_partial_blocks(destination, source, pairs, num_tokens)
+            calls += [call for section in self._by_token for call in section.plan(sources, destinations, num_tokens)]
             copiers = self._beside
         for copier in copiers:
-            copier.copy(sources, destinations)
-
-    def plan(self, pairs: Sequence[tuple[int, int]], layers: Layers | None = None) -> list[Call]:
-        """The calls that ``copy(pairs, 0, layers)`` makes, for a thread that is to do nothing but copy. IndexError as of ``copy``."""
-        sources, destinations = self._checked(pairs)
-        copiers = self._whole if layers is None else self._copiers_of(layers)
-        return [call for copier in copiers for call in copier.plan(sources, destinations)]
+            calls += copier.plan(sources, destinations)
+        return calls
 
     def layer_ends(self, pairs: Sequence[tuple[int, int]], most: int) -> tuple[int, ...]:
         """See ``Copier.layer_ends``. A piece takes a call for each run of neighbours and section; of a layer-first pool, for each layer."""
@@ -191,6 +189,12 @@ def section_blocks(memory: Memory, section: BlockSection) -> torch.Tensor:
         return _of(memory, section).tensor
     rows = torch.from_numpy(section_rows(memory, section).rows).view(TORCH_DTYPES[section.dtype])
     return rows.view(memory.num_slots, *section.shape)
+
+
+def _bytes_of(memory: Memory, section: BlockSection) -> Rows:
+    """One section of all blocks as uint8 ``[slots, layers, fields, heads, tokens_per_block, bytes of a token]``, strided."""
+    rows: Rows = section_blocks(memory, section).view(torch.uint8).numpy()
+    return rows
 
 
 def _of(memory: PrimaryPool, section: BlockSection) -> SectionPool:

@@ -22,6 +22,10 @@ _log = logging.getLogger(__name__)
 _PATIENCE: Final = 0.5
 """Seconds between two looks at whether the stream was given up, while it waits for another stream's event."""
 
+_LONGEST_TURN: Final = 0.001
+"""Seconds for which a thread makes way for a worker that has not woken up yet: some 50 microseconds are usual, and on a machine whose
+cores are all busy nobody knows when the worker will be given one."""
+
 
 class CpuEvent:
     """The end of one piece of work.
@@ -88,6 +92,7 @@ class CpuStream:
         self._num_handed_over = 0  # written by the worker only
         self._num_reported = 0  # written by the reporter only
         self._reporter: threading.Thread | None = None  # until it is needed
+        self._woken = finished_event()  # not done: the worker sleeps, or has something to do and has not woken up yet
         self._thread = start_thread(self._run, f"kvtier-{name}")
 
     def submit(self, work: Callable[[], None], after: Sequence[Event] = (),
@@ -100,6 +105,11 @@ class CpuStream:
                 raise TransferError(f"stream {self.name}: closed, it takes no more work")
             self._queue.put((work, after, event, done))
         return event
+
+    def let_begin(self) -> None:
+        """Make way for a worker that slept until now; see ``Stream.let_begin``."""
+        if not self._queue.empty():
+            self._woken.wait(_LONGEST_TURN)
 
     def synchronize(self, timeout: float | None = None) -> bool:
         """Wait for everything submitted so far, its completion callbacks included; False when time ran out."""
@@ -124,7 +134,7 @@ class CpuStream:
         return True
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (item := self._next()) is not None:
             work, after, event, done = item
             error: BaseException | None = None
             try:
@@ -142,6 +152,12 @@ class CpuStream:
             del item, work, after, event, done, error
         if self._reporter is not None:
             self._over.put(None)
+
+    def _next(self) -> _Item | None:
+        woken = self._woken = CpuEvent()
+        item = self._queue.get()
+        woken.finish()
+        return item
 
     def _report(self, done: Callable[[Event], None], event: Event) -> None:
         """Call back, in submission order: here when nothing else waits, otherwise beside the next work."""

@@ -200,6 +200,9 @@ class CudaStream:
             return caught
         return None
 
+    def let_begin(self) -> None:
+        """Nothing to do: submitting has enqueued it on the device."""
+
     def synchronize(self, timeout: float | None = None) -> bool:
         """Wait for everything submitted so far; False when time ran out."""
         with self._cuda.Device(self._device):

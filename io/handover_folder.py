@@ -167,15 +167,26 @@ class HandoverFolder:
         """Wall-clock seconds, as deadlines count."""
         return self._clock()
 
-    def remove(self, name: str) -> bool:
-        """Remove a file that nobody is reading or writing. False when it was gone, somebody is, or it can be no file of ours."""
+    @property
+    def identity(self) -> tuple[int, int] | None:
+        """Which folder it is: another one once it was deleted and made again. None while there is none, or it cannot be seen."""
+        try:
+            found = os.stat(self.directory)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def remove(self, name: str, unless: Callable[[int], bool] = lambda _file: False) -> bool:
+        """Remove a file that nobody is reading or writing. False when it was gone, somebody is, it can be no file of ours, or its content
+        says so (``unless``, called with the open file while nobody else changes it)."""
         if not _NAME.fullmatch(name):
             return False
         with suppress(OSError, TransferError):  # gone meanwhile, or somebody is looking at it now
             file = os.open(self.directory / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 with turn(file, 0.0):
-                    if os.fstat(file).st_nlink == 0 or is_locked(file, WRITER) or is_locked(file, FIRST_READER, MOST_READERS):
+                    if os.fstat(file).st_nlink == 0 or is_locked(file, WRITER) or is_locked(
+                            file, FIRST_READER, MOST_READERS) or unless(file):
                         return False
                     os.unlink(self.directory / name)
                     return True

@@ -172,12 +172,14 @@ class PieceReader:
         return rows
 
     def acknowledge(self) -> None:
-        """This rank has what it wanted. The last rank removes the file."""
+        """This rank has what it wanted. The last rank removes the file, without a mark before: killed between the two, it would leave a
+        file that nobody can have any more."""
         try:
             with turn(self._file):
-                _write(self._file, memoryview(b"\1"), _MARKS + self._rank)
-                if all(self._has_taken(rank) for rank in self._readers):
+                if all(self._has_taken(rank) for rank in self._readers if rank != self._rank):
                     self._folder.unlink(self.name)
+                if os.fstat(self._file).st_nlink:
+                    _write(self._file, memoryview(b"\1"), _MARKS + self._rank)
         finally:
             self.release()
 
@@ -189,6 +191,11 @@ class PieceReader:
 
     def _has_taken(self, rank: int) -> bool:
         return bytes(_read(self._file, bytearray(1), _MARKS + rank)) == b"\1"
+
+
+def withdraw(folder: HandoverFolder, name: str) -> bool:
+    """Remove a file of which nobody has taken or is reading anything; False otherwise."""
+    return folder.remove(name, lambda file: any(_read(file, bytearray(MOST_READERS), _MARKS)))
 
 
 def _write(file: int, data: memoryview, offset: int) -> None:

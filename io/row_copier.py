@@ -3,7 +3,8 @@
 A copy that releases the GIL has to get it back after each call, which costs up to a switch interval (5 ms) beside a busy
 Python thread. So the aim is few calls: one for rows that arrive side by side, wherever they come from (``take``), one for rows
 that lie side by side, wherever they go (``put``). Both end in one ``memmove`` for each row. Index assignment (``a[i] = b[j]``)
-gathers into a temporary array first and is never used.
+gathers into a temporary array first and is never used. ``put`` keeps the GIL when it is given few rows, however long they are, so a
+few long rows are given to it as many shorter ones.
 """
 
 from __future__ import annotations
@@ -22,6 +23,13 @@ Numbers = npt.NDArray[np.intp]
 CALL_BYTES: Final = 64 << 20
 """The most that one call moves: large enough that handing the GIL back and forth does not count, small enough that a stream
 which is closed, or a slot that is waited for, does not wait for a gigabyte."""
+
+_PUT_KEEPS_GIL: Final = 500
+"""Up to so many items ``put`` does not release the GIL (numpy's NPY_BEGIN_THREADS_THRESHOLDED). Every other Python thread, an engine's
+too, would stand still while it copies a hundred megabytes."""
+
+_WORTH_RELEASING: Final = 256 << 10
+"""Bytes whose copy takes as long as it may take to get the GIL back (tens of microseconds): a smaller call may keep it."""
 
 _MAX_ITEM_BYTES: Final = (1 << 31) - 1  # of a numpy type
 
@@ -80,8 +88,18 @@ class RowCopier:
 
     def _scatters(self, sources: Numbers, destinations: Numbers, cuts: Numbers) -> list[Call]:
         """One call for each stretch of neighbouring sources."""
-        return [partial(self._destination_items.put, destinations[start:end], self._source_items[first:first + end - start], "clip")
-                for start, end, first in self._stretches(sources, cuts)]
+        calls: list[Call] = []
+        for start, end, first in self._stretches(sources, cuts):
+            parts = _parts(end - start, self._destination.shape[1])
+            places = destinations[start:end]
+            if parts == 1:
+                calls.append(partial(self._destination_items.put, places, self._source_items[first:first + end - start], "clip"))
+                continue
+            item = np.dtype((np.void, self._destination.shape[1] // parts))
+            places = (places[:, None] * parts + np.arange(parts)).ravel()
+            rows = self._source[first:first + end - start]
+            calls.append(partial(self._destination.reshape(-1).view(item).put, places, rows.reshape(-1).view(item), "clip"))
+        return calls
 
     def _runs(self, sources: Numbers, destinations: Numbers, cuts: Numbers) -> list[Call]:
         """One call for each stretch of neighbours on both sides."""
@@ -96,6 +114,16 @@ class RowCopier:
         longest = self._call_rows
         return [(first, min(first + longest, end), int(numbers[first])) for start, end in zip(starts, ends, strict=True)
                 for first in range(start, end, longest)]
+
+
+def _parts(rows: int, row_bytes: int) -> int:
+    """Into how many parts to cut each of so many rows, so that ``put`` releases the GIL: a power of two, 1 for whole rows."""
+    if rows > _PUT_KEEPS_GIL or rows * row_bytes < _WORTH_RELEASING:
+        return 1
+    parts = 1
+    while rows * parts <= _PUT_KEEPS_GIL and row_bytes % (2 * parts) == 0:
+        parts *= 2
+    return parts
 
 
 def _cuts(numbers: Numbers) -> Numbers:

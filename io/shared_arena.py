@@ -149,6 +149,11 @@ class SharedArena:
         """Whether a process has the rank's part now: its end, however it came, gives the part back."""
         return is_locked(self._file, 1 + rank)
 
+    @property
+    def has_index(self) -> bool:
+        """Whether an index has this very file now: not one that was made under the same name before, or since."""
+        return is_locked(self._file, _INDEX_BYTE)
+
     def unlink(self) -> None:
         """Nobody else will open it: from here on the memory ends with the processes, however they end."""
         with suppress(OSError):

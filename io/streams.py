@@ -49,6 +49,14 @@ class Stream(Protocol):
             TransferError: the stream is closed.
         """
 
+    def let_begin(self) -> None:
+        """Let what was just submitted begin, where that takes another thread of this process.
+
+        A thread that goes on in Python keeps the GIL for a switch interval (5 ms), and a copy that could begin has to wait for it:
+        longer than many a copy takes. Called after submitting, with no lock held that ``work`` or ``done`` needs. Returns soon, whatever
+        the work waits for.
+        """
+
     def synchronize(self, timeout: float | None = None) -> bool:
         """Wait for everything submitted so far, at most ``timeout`` seconds; False when time ran out."""
 

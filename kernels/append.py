@@ -81,13 +81,13 @@ def write_kv(pages: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None,
 
 def append_host(stored: StoredPages, key: torch.Tensor, value: torch.Tensor | None, places: TokenPlaces, layer_offset: int) -> None:
     """The path for pages on the host: places in numpy, whose calls cost less for few numbers, then whole rows."""
-    key_pages, value_pages, inside, tokens = places.resolve(stored.keys.shape[0], stored.keys.shape[2], layer_offset)
-    if tokens is not None:
-        kept = torch.from_numpy(tokens)
+    runs = places.resolve(stored.keys.shape[0], stored.keys.shape[2], layer_offset)
+    if runs.tokens is not None:
+        kept = torch.from_numpy(runs.tokens)
         key, value = key[kept], None if value is None else value[kept]
-    write_rows(stored.keys, stored.key_block_scales, stored.storage, stored.key_scale, key_pages, inside, key)
+    write_rows(stored.keys, stored.key_block_scales, stored.storage, stored.key_scale, runs.key_pages, runs, key)
     if value is not None:
-        write_rows(stored.values, stored.value_block_scales, stored.storage, stored.value_scale, value_pages, inside, value)
+        write_rows(stored.values, stored.value_block_scales, stored.storage, stored.value_scale, runs.value_pages, runs, value)
 
 
 def append_reference(stored: StoredPages, key: torch.Tensor, value: torch.Tensor | None, places: TokenPlaces, layer_offset: int) -> None:

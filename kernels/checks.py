@@ -137,11 +137,11 @@ class LayerPages:
             bad |= entries % (self.num_layers * self.kv_factor) != fields.view(shape)
         return bad
 
-    def is_bad_field(self, entries: npt.NDArray[Any], field: int) -> npt.NDArray[np.bool_]:
-        """The same for entries of one field, on the host."""
+    def is_bad_entry(self, entries: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        """The same for entries ``[n, fields]`` on the host."""
         bad: npt.NDArray[np.bool_] = (entries < 0) | (entries >= self.num_pages - self.offset)
         if self.num_layers is not None:
-            bad |= entries % (self.num_layers * self.kv_factor) != field % self.kv_factor
+            bad |= entries % (self.num_layers * self.kv_factor) != np.arange(entries.shape[1]) % self.kv_factor
         return bad
 
     def entry_error(self, name: str, sequence: int, field: int, block: int, entry: int) -> RequestError:

@@ -29,7 +29,7 @@ def decode_torch(query: torch.Tensor, context: PagedContext, lengths: torch.Tens
     is_half = _is_attended_in_half_precision(query, context)
     dtype = query.dtype if is_half else context.compute_dtype(query)
     counts: list[int] = lengths.tolist()
-    width = unit if is_read_in_place(context, is_half) else tokens_per_piece(context, is_half)
+    width = unit if is_read_in_place(context, is_half) else tokens_per_piece(context, dtype)
     most = max(context.visibility.num_places(length, unit) for length in counts)
     readers = [PageReader(context, is_value, dtype, unit if context.source_rows is None else 1, width, most) for is_value in (False, True)]
     pages: list[list[torch.Tensor]] = []

@@ -1,8 +1,8 @@
 """Reading one sequence's pages piece by piece on a CPU, as numbers that a matrix product can take.
 
-No call holds a sequence's whole context. A page that is large enough by itself is read where it lies. Of smaller pages a few are brought
-together in a buffer of at most ``PIECE_NUMBERS`` numbers, which stays in the cache, is used there and overwritten by the next piece:
-a product for each page would cost more than the copy.
+No call holds a sequence's whole context. A page that is large enough by itself is read where it lies. Of smaller pages some are brought
+together in a buffer that stays in the cache, is used there and overwritten by the next piece: a product for each page would cost more
+than the copy. How much fits is a compromise: the less, the nearer it is, and the more often a product starts.
 """
 
 from __future__ import annotations
@@ -18,17 +18,32 @@ from kvtier.kernels.nvfp4 import dequantise_nvfp4_torch
 from kvtier.kernels.storage import Storage
 
 PIECE_NUMBERS: Final = 1 << 18
-"""Numbers of a piece, over all heads: a mebibyte in float32, about what a core's own cache holds. Of 16 bits twice as many."""
+"""Numbers of a piece, over all heads, that many queries share or that is widened first: a mebibyte in float32, what a core's own cache
+holds."""
+
+DECODE_BYTES: Final = 2 << 20
+"""Bytes of a piece, over all heads, that is used once and as it is stored. Beyond a core's own cache, but half as many products start."""
 
 PAGE_NUMBERS: Final = 1 << 16
-"""Numbers from which on a page, over all heads, is read where it lies: so many keep a product busy longer than it takes to start one."""
+"""Numbers from which on a page, over all heads, may be read where it lies: so many keep a product busy for longer than its start takes."""
+
+_TILE_NUMBERS: Final = 1 << 15
+"""Numbers of one head's tokens from which on torch's ``index_select`` is so slow that pages had better be read where they lie. Below,
+pages four times as large are still better brought together."""
 
 _MOST_TOKENS: Final = 1024
 
 
-def tokens_per_piece(context: PagedContext, is_half: bool = False) -> int:
-    """Tokens of a piece, a multiple of the page size. Nothing but shapes decides: results must not depend on anything else."""
-    fitting = PIECE_NUMBERS * (2 if is_half else 1) // (context.heads * max(context.stored.key_dim, context.value_dim))
+def tokens_per_piece(context: PagedContext, once_as: torch.dtype | None = None) -> int:
+    """Tokens of a piece, a multiple of the page size. Nothing but shapes and types decides: results must not depend on anything else.
+
+    Args:
+        context: whose tokens.
+        once_as: the type in which a piece is used, where each is used once; None: by many queries.
+    """
+    stored = context.stored
+    numbers = DECODE_BYTES // stored.keys.element_size() if stored.keys.dtype == once_as else PIECE_NUMBERS
+    fitting = numbers // (context.heads * max(stored.key_dim, context.value_dim))
     tokens = 1 << max(0, fitting.bit_length() - 1)
     return max(context.tokens_per_block, min(tokens, _MOST_TOKENS))
 
@@ -36,8 +51,9 @@ def tokens_per_piece(context: PagedContext, is_half: bool = False) -> int:
 def is_read_in_place(context: PagedContext, is_half: bool) -> bool:
     """Whether decode reads this layer's pages one by one where they lie. With ``is_half``, for torch's own attention over numbers of 16
     bits, which starts slower than a product."""
-    numbers = context.tokens_per_block * context.heads * min(context.stored.key_dim, context.value_dim)
-    return context.source_rows is None and numbers >= PAGE_NUMBERS * (2 if is_half else 1)
+    tile = context.tokens_per_block * min(context.stored.key_dim, context.value_dim)
+    least = PAGE_NUMBERS * (4 if tile < _TILE_NUMBERS else 2 if is_half else 1)
+    return context.source_rows is None and tile * context.heads >= least
 
 
 class _Tiles:

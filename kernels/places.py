@@ -1,12 +1,15 @@
 """Where new tokens go: (sequence, position) through the block table to (page, entry), and which tokens may not be written.
 
 Shared by everything that writes tokens into pages. tokens_per_block is a power of two: a position is a shift and a mask away.
+
+On the host tokens are judged and looked up run by run: tokens of one sequence that follow one another within a block. A prefill has
+as many runs as blocks; where order means nothing, or a decode has one token of each sequence, every token is a run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +20,58 @@ from kvtier.kernels.checks import INDEX_TYPES, LayerPages, check_dtype, check_sh
 
 Numbers = npt.NDArray[Any]
 """Whole numbers on the host."""
+
+_WORTH_CUTTING: Final = 64
+"""Tokens from which on to look for runs costs less than to do without."""
+
+
+class PageRuns(NamedTuple):
+    """Runs with their pages; each fills entries of one page one after the other."""
+
+    key_pages: Numbers     #: int64 [runs]
+    value_pages: Numbers   #: int64 [runs]
+    inside: Numbers        #: [runs]: entry of a run's first token
+    lengths: Numbers       #: int64 [runs]: its tokens
+    tokens: Numbers | None   #: int64: numbers of the tokens that are written, run after run; None: all
+
+
+class TokenRuns(NamedTuple):
+    """Runs before anything is looked up: [runs] each."""
+
+    starts: Numbers      #: int64: number of the first token
+    lengths: Numbers     #: int64: tokens
+    rows: Numbers        #: row of the table
+    positions: Numbers   #: of the first token
+    blocks: Numbers      #: of the table's row
+
+    @classmethod
+    def of(cls, rows: Numbers, positions: Numbers, tokens_per_block: int) -> TokenRuns:
+        """Runs of tokens with these rows and positions [nnz], whatever they are."""
+        begins = np.ones(len(rows), np.bool_)
+        if len(rows) >= _WORTH_CUTTING:
+            numbers = positions[1:] - positions[:-1]
+            begins[1:] = numbers != 1
+            begins[1:] |= rows[1:] != rows[:-1]
+            begins[1:] |= np.bitwise_and(positions[1:], tokens_per_block - 1, out=numbers) == 0   # memory that is in the cache
+        starts = begins.nonzero()[0]
+        lengths = np.full(len(starts), len(rows))
+        lengths[:-1] = starts[1:]
+        lengths -= starts
+        positions = positions[starts]
+        return cls(starts, lengths, rows[starts], positions, positions >> (tokens_per_block.bit_length() - 1))
+
+    def select(self, chosen: npt.NDArray[np.bool_]) -> TokenRuns:
+        """Some of them."""
+        return self if chosen.all() else TokenRuns(*(numbers[chosen] for numbers in self))
+
+
+def spread(starts: Numbers, lengths: Numbers, total: int, step: int = 1) -> Numbers:
+    """``starts[i], starts[i] + step, ...``, ``lengths[i]`` numbers of each, at least one, one after the other: ``total`` numbers."""
+    if len(starts) == total:
+        return starts
+    numbers = np.repeat(starts - (lengths.cumsum() - lengths) * step, lengths)
+    numbers += np.arange(0, total * step, step)
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -29,14 +84,14 @@ class TokenPlaces:
         positions: int32 or int64 ``[nnz]``.
         first_writable: int32 or int64 ``[sequences]``: the first position that is not in a block shared with others; None: all are
             this sequence's own.
-        is_checked: :meth:`checked` has found nothing wrong with them.
+        checked_runs: those that are not skipped, once :meth:`checked` has found nothing wrong with them.
     """
 
     table: torch.Tensor
     sequence_of_token: torch.Tensor
     positions: torch.Tensor
     first_writable: torch.Tensor | None = None
-    is_checked: bool = False
+    checked_runs: TokenRuns | None = None
 
     def check_shapes(self, kernel: str, nnz: int) -> None:
         """Shapes and dtypes: costs nothing."""
@@ -55,69 +110,60 @@ class TokenPlaces:
             RequestError: names the first token that has not.
         """
         kernel, tokens_per_block = layer_pages.kernel, layer_pages.tokens_per_block
-        table, rows, places = _host(self.table), _host(self.sequence_of_token), _host(self.positions)
+        table = _host(self.table)
         sequences, _, max_blocks = table.shape
         capacity = max_blocks * tokens_per_block
-        wrong = (rows < -1) | (rows >= sequences)
+        runs = TokenRuns.of(_host(self.sequence_of_token), _host(self.positions), tokens_per_block)
+        wrong = (runs.rows < -1) | (runs.rows >= sequences)
         if wrong.any():
-            token = int(wrong.argmax())
-            raise RequestError(f"{kernel}: sequence_of_token[{token}]={rows[token]}: the table has {sequences} sequences (allowed: 0 to "
-                               f"{sequences - 1}, or -1 to skip the token)")
-        active = rows >= 0
-        wrong = ((places < 0) | (places >= capacity)) & active
+            run = int(wrong.argmax())
+            raise RequestError(f"{kernel}: sequence_of_token[{runs.starts[run]}]={runs.rows[run]}: the table has {sequences} sequences "
+                               f"(allowed: 0 to {sequences - 1}, or -1 to skip the token)")
+        runs = runs.select(runs.rows >= 0)
+        wrong = (runs.positions < 0) | (runs.positions >= capacity)
         if wrong.any():
-            token = int(wrong.argmax())
-            raise RequestError(f"{kernel}: positions[{token}]={places[token]} (sequence {rows[token]}): the table's {max_blocks} blocks of "
-                               f"{tokens_per_block} tokens hold positions 0 to {capacity - 1}; allocate more blocks, or make a wider table")
-        if not active.any():
-            return replace(self, is_checked=True)
+            run = int(wrong.argmax())
+            raise RequestError(f"{kernel}: positions[{runs.starts[run]}]={runs.positions[run]} (sequence {runs.rows[run]}): the table's "
+                               f"{max_blocks} blocks of {tokens_per_block} tokens hold positions 0 to {capacity - 1}; allocate more "
+                               "blocks, or make a wider table")
         if self.first_writable is not None:
-            first = _host(self.first_writable)[rows]
-            wrong = (places < first) & active
+            first = _host(self.first_writable)[runs.rows]
+            wrong = runs.positions < first   # positions of a run ascend: its first is the one to judge
             if wrong.any():
-                token = int(wrong.argmax())
-                raise RequestError(f"{kernel}: positions[{token}]={places[token]} (sequence {rows[token]}) lies in a block that others "
-                                   f"share (allowed: {first[token]} to {capacity - 1}); what is reused is never written: leave the token "
-                                   "out, or copy the block first")
-        blocks = np.where(active, places, 0) >> (tokens_per_block.bit_length() - 1)
-        for field in (0, 1):
-            if sequences * max_blocks < len(rows):   # a long prompt: fewer entries than tokens
-                wrong = layer_pages.is_bad_field(table[:, field], field)[rows, blocks] & active
-            else:
-                wrong = layer_pages.is_bad_field(table[rows, field, blocks], field) & active
-            if wrong.any():
-                token = int(wrong.argmax())
-                row, block = int(rows[token]), int(blocks[token])
-                raise layer_pages.entry_error("table", row, field, block, int(table[row, field, block]))
-        return replace(self, is_checked=True)
+                run = int(wrong.argmax())
+                raise RequestError(f"{kernel}: positions[{runs.starts[run]}]={runs.positions[run]} (sequence {runs.rows[run]}) lies in a "
+                                   f"block that others share (allowed: {first[run]} to {capacity - 1}); what is reused is never written: "
+                                   "leave the token out, or copy the block first")
+        wrong = layer_pages.is_bad_entry(table[runs.rows, :, runs.blocks])
+        if wrong.any():
+            field = int(not wrong[:, 0].any())
+            run = int(wrong[:, field].argmax())
+            row, block = int(runs.rows[run]), int(runs.blocks[run])
+            raise layer_pages.entry_error("table", row, field, block, int(table[row, field, block]))
+        return replace(self, checked_runs=runs)
 
-    def resolve(self, num_pages: int, tokens_per_block: int, layer_offset: int) -> tuple[Numbers, Numbers, Numbers, Numbers | None]:
-        """Pages of keys and of values, entries in them, and the numbers of the tokens that have a place (None: all), without an error.
+    def resolve(self, num_pages: int, tokens_per_block: int, layer_offset: int) -> PageRuns:
+        """The pages of all tokens that have a place, without an error for those that have none. Of tables on the host.
 
-        Of tables on the host. Both fields decide together: half a token would be worse than none.
+        Keys and values decide together: half a token would be worse than none.
         """
-        table, rows, places = self.table.numpy(), self.sequence_of_token.numpy(), self.positions.numpy()
-        sequences, _, max_blocks = table.shape
-        blocks, inside = places >> (tokens_per_block.bit_length() - 1), places & (tokens_per_block - 1)
-        placed = rows >= 0
-        if not self.is_checked:
-            placed &= (rows < sequences) & (blocks >= 0) & (blocks < max_blocks)
-        tokens = None
-        if not placed.all():
-            tokens = placed.nonzero()[0]
-            rows, places, blocks, inside = rows[tokens], places[tokens], blocks[tokens], inside[tokens]
-        keys, values = table[rows, 0, blocks], table[rows, 1, blocks]
-        if not self.is_checked:
+        table, runs = self.table.numpy(), self.checked_runs
+        if runs is None:
+            runs = TokenRuns.of(self.sequence_of_token.numpy(), self.positions.numpy(), tokens_per_block)
+            sequences, _, max_blocks = table.shape
+            runs = runs.select((runs.rows >= 0) & (runs.rows < sequences) & (runs.blocks >= 0) & (runs.blocks < max_blocks))
             # Judged before the layer is added: null plus an offset would be somebody else's page.
-            limit = num_pages - layer_offset
-            placed = (keys >= 0) & (keys < limit) & (values >= 0) & (values < limit)
+            entries, limit = table[runs.rows, :, runs.blocks], num_pages - layer_offset
+            runs = runs.select(np.all((entries >= 0) & (entries < limit), axis=1))
             if self.first_writable is not None:
-                placed &= places >= self.first_writable.numpy()[rows]
-            if not placed.all():
-                kept = placed.nonzero()[0]
-                tokens = kept if tokens is None else tokens[kept]
-                keys, values, inside = keys[kept], values[kept], inside[kept]
-        return keys.astype(np.int64) + layer_offset, values.astype(np.int64) + layer_offset, inside, tokens
+                shared = np.clip(self.first_writable.numpy()[runs.rows] - runs.positions, 0, runs.lengths)
+                runs = runs._replace(starts=runs.starts + shared, lengths=runs.lengths - shared, positions=runs.positions + shared)
+                runs = runs.select(runs.lengths > 0)
+        keys, values = table[runs.rows, 0, runs.blocks], table[runs.rows, 1, runs.blocks]
+        total = int(runs.lengths.sum())
+        tokens = None if total == len(self.positions) else spread(runs.starts, runs.lengths, total)
+        return PageRuns(keys.astype(np.int64) + layer_offset, values.astype(np.int64) + layer_offset,
+                        runs.positions & (tokens_per_block - 1), runs.lengths, tokens)
 
     def list_reference(self, num_pages: int, tokens_per_block: int, layer_offset: int) -> list[tuple[int, int, int] | None]:
         """(key page, value page, entry) of each token, None for one to skip; for the references. Refuses a bad place."""

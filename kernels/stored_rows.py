@@ -1,8 +1,9 @@
 """Rows of numbers into pages on the host, as the pages store them (spec: write path, storage).
 
-A row (one head of one token) is a piece of memory, and all rows of a pool begin at multiples of one unit, mostly the row itself. So the
-pool is seen as a list of units, and one indexed copy by all of torch's threads puts each row where it belongs. It goes element by
-element, so elements are as wide as there are: three to four times as fast as in half precision.
+A token's rows, one of each head, lie at the same distances from one another wherever they begin, and they begin at multiples of one
+unit, mostly a row. So the pool is seen as a list of tokens that overlap, one beginning at each unit, and one indexed copy by all of
+torch's threads puts each token where it belongs. It goes element by element, so elements are as wide as there are: three to four
+times as fast as in half precision. Tokens go in the order in which they come: what is read far apart costs more than what is written.
 """
 
 from __future__ import annotations
@@ -14,55 +15,66 @@ import numpy as np
 import torch
 
 from kvtier.kernels.nvfp4 import quantise_nvfp4_reference, quantise_nvfp4_torch
-from kvtier.kernels.places import Numbers
+from kvtier.kernels.places import Numbers, PageRuns, spread
 from kvtier.kernels.quantise import to_storage
 from kvtier.kernels.storage import Storage
 
 _ELEMENTS: Final = (torch.complex128, torch.int64)   # 16 and 8 bytes; below, torch's assignment is as good
 
+_MANY: Final = 512   # tokens from which on numbering their rows costs less than it saves
 
-def write_rows(pages: torch.Tensor, block_scales: torch.Tensor | None, storage: Storage, scale: float, numbers: Numbers, inside: Numbers,
+
+def write_rows(pages: torch.Tensor, block_scales: torch.Tensor | None, storage: Storage, scale: float, numbers: Numbers, runs: PageRuns,
                rows: torch.Tensor) -> None:
-    """Write ``rows[i]`` to entry ``inside[i]`` of page ``numbers[i]``.
+    """Write the rows of one run of tokens after the other to its entries of page ``numbers[run]``.
 
     Args:
         pages: ``[num_pages, heads, tokens_per_block, stored_dim]`` on the CPU, changed in place.
         block_scales: uint8 ``[num_pages, heads, tokens_per_block, dim / 16]``, changed in place; None but for NVFP4.
         storage, scale: how numbers are stored.
-        numbers, inside: int64 and any whole numbers ``[rows]``, each within its axis.
-        rows: ``[rows, heads, dim]``.
+        numbers: int64 ``[runs]``: one of the two that ``runs`` has.
+        runs: within their pages.
+        rows: ``[tokens, heads, dim]``, any strides.
     """
     if not len(numbers):
         return
     if storage is Storage.SAME:
-        _assign(pages, numbers, inside, rows)
+        _assign(pages, numbers, runs, rows)
     elif storage is Storage.NVFP4:
         assert block_scales is not None
         codes, scales = quantise_nvfp4_torch(rows, scale)
-        _assign(pages, numbers, inside, codes)
-        _assign(block_scales, numbers, inside, scales)
+        _assign(pages, numbers, runs, codes)
+        _assign(block_scales, numbers, runs, scales)
     else:
-        _assign(pages, numbers, inside, to_storage(rows, pages.dtype, scale))
+        _assign(pages, numbers, runs, to_storage(rows, pages.dtype, scale))
 
 
-def _assign(pages: torch.Tensor, numbers: Numbers, inside: Numbers, rows: torch.Tensor) -> None:
+def _assign(pages: torch.Tensor, numbers: Numbers, runs: PageRuns, rows: torch.Tensor) -> None:
     num_pages, heads, tokens_per_block, dim = pages.shape
     page_stride, head_stride, token_stride, dim_stride = pages.stride()
-    rows, size = rows.contiguous(), pages.element_size()
-    unit = math.gcd(page_stride, head_stride, token_stride, dim)
-    # The widest element that a unit, and where it begins, are multiples of.
-    element = next((kind for kind in _ELEMENTS
-                    if math.gcd(unit, pages.storage_offset(), rows.storage_offset()) * size % kind.itemsize == 0), None)
+    size, unit = pages.element_size(), math.gcd(page_stride, head_stride, token_stride, dim)
+    # The widest element that all rows begin and end at in the pages; rows that do not come so are copied.
+    element = next((kind for kind in _ELEMENTS if math.gcd(unit, pages.storage_offset()) * size % kind.itemsize == 0), None)
     if dim_stride != 1 or element is None:
         target = pages.view(torch.uint8) if size == 1 else pages
-        target[torch.from_numpy(numbers), :, torch.from_numpy(inside)] = rows.view(target.dtype)
+        numbers, inside = np.repeat(numbers, runs.lengths), spread(runs.inside, runs.lengths, len(rows))
+        target[torch.from_numpy(numbers), :, torch.from_numpy(inside)] = rows.contiguous().view(target.dtype)
         return
-    extent = (num_pages - 1) * page_stride + (heads - 1) * head_stride + (tokens_per_block - 1) * token_stride + dim
-    units = pages.as_strided((extent,), (1,)).view(torch.uint8).view(element).view(-1, unit * size // element.itemsize)
-    places = (numbers * (page_stride // unit) + inside * (token_stride // unit))[:, None] + np.arange(heads) * (head_stride // unit)
-    if unit != dim:
-        places = places[..., None] + np.arange(dim // unit)
-    units.index_copy_(0, torch.from_numpy(places.reshape(-1)), rows.view(-1).view(torch.uint8).view(element).view(-1, units.shape[1]))
+    if rows.stride(2) != 1 or math.gcd(rows.storage_offset(), *rows.stride()[:2]) * size % element.itemsize:
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    first = numbers * (page_stride // unit) + runs.inside * (token_stride // unit)
+    places = torch.from_numpy(spread(first, runs.lengths, len(rows), token_stride // unit))
+    begins = ((num_pages - 1) * page_stride + (tokens_per_block - 1) * token_stride) // unit + 1
+    if len(rows) >= _MANY and head_stride != dim and rows.is_contiguous():   # each row by itself: a dimension less to count through
+        places = (places[:, None] + torch.arange(heads) * (head_stride // unit)).view(-1)
+        begins += (heads - 1) * head_stride // unit
+        rows, heads = rows.view(-1, 1, dim), 1
+    beginning = pages.as_strided((begins, heads, dim), (unit, head_stride, 1))
+    _as(beginning, element).index_copy_(0, places, _as(rows, element))
+
+
+def _as(rows: torch.Tensor, element: torch.dtype) -> torch.Tensor:
+    return rows.view(torch.uint8).view(element)
 
 
 def write_row_reference(pages: torch.Tensor, block_scales: torch.Tensor | None, storage: Storage, scale: float, page: int, inside: int,

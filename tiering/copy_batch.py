@@ -110,8 +110,9 @@ class CopyBatch:
             ends = self.copier.layer_ends(self._pairs, most_pieces) if most_pieces > 1 else ()
             if len(ends) > 1:
                 self.layer_ends = ends
-            if self._is_plain and self._num_tokens == 0 and isinstance(self.copier, HostCopier):
-                self._calls = [self.copier.plan(self._pairs, self._layers_of(number)) for number in range(len(self.layer_ends))]
+            if self._is_plain and isinstance(self.copier, HostCopier):
+                self._calls = [self.copier.plan(self._pairs, self._num_tokens, self._layers_of(number))
+                               for number in range(len(self.layer_ends))]
 
     def submitted(self, sequence: int, event: Event) -> None:
         """The next piece is on the stream."""

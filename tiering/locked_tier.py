@@ -90,6 +90,7 @@ class LockedTier(Generic[LedgerT]):
         self._clock = config.clock
         self._lock = threading.RLock()
         self._submit_lock = threading.Lock()
+        self._close_lock = threading.RLock()
         self._outbox: deque[Move | Discard] = deque()
         self._num_queued = 0  # records put into the outbox so far, and records issued
         self._num_issued = 0
@@ -139,29 +140,12 @@ class LockedTier(Generic[LedgerT]):
         May be called again: what something hanging did not let go of the first time is then tried again.
         """
         deadline = time.monotonic() + arguments.seconds("timeout", timeout)
-        with self._lock:
-            if self._everything_let_go:
-                return
-            is_first = not self._closed
-            self._closed = True
-        self._closing()
-        if self.store is not None:
-            self.store.hurry()
-        if self.scrub is not None:
-            self.scrub.close(min(seconds_until(deadline, 0.1), 1.0))
-        is_quiet = True
-        if self.transfers is not None:
-            if is_first:
-                self._settle(self.transfers, deadline)
-            is_quiet = self.transfers.close(seconds_until(deadline, 0.1))
-        store_is_closed = self.store is None or self.store.close(seconds_until(deadline, 0.5))
-        if is_quiet:
-            self._let_go()
-            self._everything_let_go = store_is_closed
-        else:
-            _log.warning("close: a transfer still ran after %s s; the memory of the blocks stays allocated, for it may be in use", timeout)
-        if self.config.faults is not None and not self._everything_let_go:
-            self.config.faults.end_hangs()
+        if not self._close_lock.acquire(timeout=timeout):
+            return  # another thread is at it: it must not find its transfers closed in the middle
+        try:
+            self._close(timeout, deadline)
+        finally:
+            self._close_lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -250,6 +234,8 @@ class LockedTier(Generic[LedgerT]):
                     self.transfers.issue(records)
             finally:
                 self._num_issued += len(records)
+        if records:
+            self.transfers.let_begin()
 
     @property
     def _all_issued(self) -> bool:
@@ -290,6 +276,32 @@ class LockedTier(Generic[LedgerT]):
     def _cleared(self) -> None:
         with self._lock:
             self._num_clearing -= 1
+
+    def _close(self, timeout: float, deadline: float) -> None:
+        """One thread at a time."""
+        with self._lock:
+            if self._everything_let_go:
+                return
+            is_first = not self._closed
+            self._closed = True
+        self._closing()
+        if self.store is not None:
+            self.store.hurry()
+        if self.scrub is not None:
+            self.scrub.close(min(seconds_until(deadline, 0.1), 1.0))
+        is_quiet = True
+        if self.transfers is not None:
+            if is_first:
+                self._settle(self.transfers, deadline)
+            is_quiet = self.transfers.close(seconds_until(deadline, 0.1))
+        store_is_closed = self.store is None or self.store.close(seconds_until(deadline, 0.5))
+        if is_quiet:
+            self._let_go()
+            self._everything_let_go = store_is_closed
+        else:
+            _log.warning("close: a transfer still ran after %s s; the memory of the blocks stays allocated, for it may be in use", timeout)
+        if self.config.faults is not None and not self._everything_let_go:
+            self.config.faults.end_hangs()
 
     def _settle(self, transfers: TransferManager, deadline: float) -> None:
         """Let everything issued end, and what the ledger then wants deleted from NVMe, as far as there is time."""

@@ -207,7 +207,7 @@ class TierIndex(TierIndexCore):
                 found again for ever).
 
         Returns:
-            the number of keys that were lost.
+            the number of keys that were lost by this call: none of a job that was given up, because these were lost before.
 
         Raises:
             RequestError: no plan ever had this job.

@@ -60,6 +60,7 @@ class TierIndexCore(LockedTier[KeyLedger]):
             list(zip(self.plan.host_slots, nvme_slots, strict=True)), rules, config.policy, config.event_buffer_max_size,
             4 * config.read_threads, arguments.seconds("lookup_timeout", lookup_timeout), arguments.seconds("job_timeout", job_timeout)))
         self._totals = FileTotals()
+        self._num_resets = 0
         self._version_seen = 0
         self._gone_since: dict[int, float] = {}
         self._is_linked = True
@@ -90,6 +91,11 @@ class TierIndexCore(LockedTier[KeyLedger]):
     def arena_path(self) -> Path:
         """The file in shared memory."""
         return self.arena.path
+
+    @property
+    def num_resets(self) -> int:
+        """Counts resets, at the moment in which the ledger forgets: what was planned before it has another number."""
+        return self._num_resets
 
     # -- once per step ---------------------------------------------------------------------------------------------------
 
@@ -153,6 +159,7 @@ class TierIndexCore(LockedTier[KeyLedger]):
         deadline = time.monotonic() + arguments.seconds("timeout", timeout)
         with self.turn as ledger:
             ledger.reset()
+            self._num_resets += 1
             self._num_clearing += 1  # what is stored from now on must not be deleted with the rest
         if self.store is None or self.transfers is None:
             self._cleared()

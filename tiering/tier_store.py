@@ -31,6 +31,7 @@ from kvtier.pools.page_layout import PageLayout
 from kvtier.tiering import arguments
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.tier_index import TierIndex
+from kvtier.tiering.tier_messages import LoadPlan, StorePlan
 from kvtier.tiering.tier_pulse import TierPulse
 from kvtier.tiering.tier_worker import LOAD_ATTEMPTS
 from kvtier.types import Level
@@ -73,7 +74,6 @@ class TierStore:
         self._closing = threading.Lock()
         self._calls: set[str] = set()  # the requests of calls in flight
         self._calls_changed = threading.Condition()
-        self._num_resets = 0
         self.index = TierIndex(layout, config, model=model, engine_id=engine_id, fingerprint=fingerprint, lookup_timeout=read_timeout)
         try:
             self._arena = SharedArena(self.index.plan.arena, rank=0)
@@ -93,7 +93,7 @@ class TierStore:
     @property
     def num_resets(self) -> int:
         """Counts resets: for :meth:`write`, where pages of one content come in several calls."""
-        return self._num_resets
+        return self.index.num_resets
 
     def count(self, keys: Sequence[bytes], group: int = 0) -> int:
         """How many keys from the first on the store has, on whichever level, or is about to have. What of them lies on NVMe begins to be
@@ -127,7 +127,7 @@ class TierStore:
             RequestError: keys or tensors that do not fit the layout; nothing has been copied then.
         """
         self._check(keys, tensors, pages, group)
-        done, num_resets = 0, self._num_resets
+        done, num_resets = 0, self.num_resets
         with self._request("read") as request_id:
             copier = HostPageCopier(tensors, self._slots(group))
             self.index.prefetch(keys, group)
@@ -141,12 +141,11 @@ class TierStore:
                 if not count:
                     break
                 runs = page_runs(self._places[group], pages[start:start + count], plan.slots, 0)
-                is_good = self._carry_out(plan.job_id, group, (), partial(copier.load, runs), LOAD_ATTEMPTS, Level.PRIMARY)
-                self.index.complete(plan.job_id, failed_keys=() if is_good else plan.keys)
+                is_good = self._carry_out(plan, (), partial(copier.load, runs), LOAD_ATTEMPTS, Level.PRIMARY)
                 done += count if is_good else 0
                 if not is_good or count < len(part):
                     break
-        return done if self._num_resets == num_resets else 0
+        return done if self.num_resets == num_resets else 0
 
     def write(self, keys: Sequence[bytes], tensors: Sequence[torch.Tensor], pages: Sequence[int], group: int = 0,
               num_resets: int | None = None) -> list[bool]:
@@ -158,10 +157,10 @@ class TierStore:
             num_resets: the store's when the pages were there to be stored; None: as of now.
 
         Returns:
-            for each key, whether the store has it now (or had it before).
+            for each key, whether the store has it. What another call is only just storing does not count: that may fail yet.
         """
         self._check(keys, tensors, pages, group)
-        num_resets = self._num_resets if num_resets is None else num_resets
+        num_resets = self.num_resets if num_resets is None else num_resets
         stored = [False] * len(keys)
         # More than the host level holds would only push out its own head, and what lies behind a gap is of no use.
         most = min(len(keys), self.index.plan.host_slots[group])
@@ -170,7 +169,7 @@ class TierStore:
             for start in range(0, most, self._step(group)):
                 part = list(keys[start:min(start + self._step(group), most)])
                 plan = self.index.plan_store(request_id, part, group)
-                if self._num_resets != num_resets:  # jobs planned before it were given up by it, and this one is not to be begun
+                if self.num_resets != num_resets:  # jobs planned before it were given up by it, and this one is not to be begun
                     if plan.keys:
                         self.index.cancel_job(plan.job_id)
                     break
@@ -178,25 +177,18 @@ class TierStore:
                 if plan.keys:
                     rows = [pages[start + position] for position in plan.positions]
                     runs = page_runs(self._places[group], rows, plan.slots, 0)
-                    is_good = self._carry_out(plan.job_id, group, plan.slots, partial(copier.store, runs), 1, Level.SECONDARY)
-                    is_good = self.index.complete(plan.job_id) == 0 and is_good
-                # Planned ones and known ones alternate up to the last planned one; known ones follow, and then those that were refused.
-                last = plan.positions[-1] + 1 if plan.positions else 0
-                end = last + plan.num_known - (last - len(plan.positions))
-                planned = set(plan.positions)
-                for position in range(end):
-                    stored[start + position] = is_good or position not in planned
-                if end < len(part) or not is_good:
+                    is_good = self._carry_out(plan, plan.slots, partial(copier.store, runs), 1, Level.SECONDARY)
+                # Asked of the ledger: a job may have been given up meanwhile, and then completing it lost nothing.
+                stored[start:start + len(part)] = self._has(part, group)
+                if plan.num_refused or not is_good:
                     break
         self._pulse.hurry()
-        return stored if self._num_resets == num_resets else [False] * len(keys)
+        return stored if self.num_resets == num_resets else [False] * len(keys)
 
     # -- the whole -------------------------------------------------------------------------------------------------------
 
     def reset(self, timeout: float = 60.0) -> None:
         """Forget everything on all levels, and what calls in flight would bring; errors as of ``TierIndex.reset``."""
-        with self._calls_changed:
-            self._num_resets += 1  # before the ledger forgets: a call that plans behind that sees it
         self.index.reset(timeout)
 
     def close(self, timeout: float = 10.0) -> None:
@@ -232,6 +224,11 @@ class TierStore:
         self.index.poll()
         return self.index.has_work
 
+    def _has(self, keys: Sequence[bytes], group: int) -> list[bool]:
+        with self.index.locked() as ledger:
+            level = ledger.allocators[group]
+            return [level.has(key) for key in keys]
+
     def _end_calls(self, deadline: float) -> bool:
         """End the requests of calls in flight, so that those which wait for NVMe find a miss, until there are no calls. False when there
         still are some at the deadline. Again and again: a call may begin to wait a moment after its request was ended."""
@@ -264,11 +261,14 @@ class TierStore:
                     self._calls.discard(request_id)
                     self._calls_changed.notify_all()
 
-    def _carry_out(self, job_id: int, group: int, written: Sequence[int], copy: Callable[[], None], attempts: int, level: Level) -> bool:
-        """Copy here and now, and say so where the index looks. Whether it went well."""
-        board = self._arena.board
+    def _carry_out(self, plan: LoadPlan | StorePlan, written: Sequence[int], copy: Callable[[], None], attempts: int, level: Level) -> bool:
+        """Copy here and now, say so where the index looks, and complete the job, also where the call is interrupted. Whether it went
+        well; what did not is forgotten."""
+        board, job_id = self._arena.board, plan.job_id
         board.note_begun(0, job_id)
+        failed: Sequence[bytes] = ()
         is_good = False
+        num_lost = 0
         try:
             for attempt in range(attempts):
                 try:
@@ -279,11 +279,14 @@ class TierStore:
                     break
                 except Exception as error:
                     _log.warning("tier store: copy %d of job %d failed: %s", attempt + 1, job_id, error)
+            else:
+                failed = plan.keys  # otherwise they would be found again for ever
             if is_good and len(written):
-                board.note_whole(group, written, 0, job_id)
+                board.note_whole(plan.group, written, 0, job_id)
         finally:
             board.note_ended(0, job_id)
-        return is_good
+            num_lost = self.index.complete(job_id, failed)
+        return is_good and not num_lost
 
     def _step(self, group: int) -> int:
         return max(1, min(JOB_PAGES, self.index.plan.host_slots[group] // 2))

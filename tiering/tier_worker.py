@@ -133,7 +133,11 @@ class TierWorker:
     def submit_load(self, job_id: int, group: int, pages: Sequence[int], slots: Sequence[int], *, skip_pages: int = 0,
                     after_stream: EngineStream | None = None) -> None:
         """Copy slots into pages; arguments and errors as of :meth:`submit_store`. It waits for the engine's stream too: the pages may
-        have readers. A load is tried LOAD_ATTEMPTS times; one that fails has left garbage in its pages."""
+        have readers. A load is tried LOAD_ATTEMPTS times; one that fails has left garbage in its pages.
+
+        Raises:
+            TransferError: also when no index uses the worker's arena (any more): what is planned elsewhere lies elsewhere.
+        """
         self._submit(job_id, group, pages, slots, skip_pages, after_stream, False)
 
     def fail_store(self, job_id: int, group: int, slots: Sequence[int]) -> None:
@@ -195,9 +199,10 @@ class TierWorker:
         if not all(ended):
             _log.warning("tier worker %d: a copy still ran after %s s; its memory stays mapped, for it may be in use", self.rank, timeout)
             return False
-        self._copiers = []
-        self._arena.close()
-        self._is_closed = True
+        with self._lock:  # whoever says meanwhile that it copies nothing must not find the arena half closed
+            self._is_closed = True
+            self._copiers = []
+            self._arena.close()
         return True
 
     def __enter__(self) -> Self:
@@ -230,6 +235,9 @@ class TierWorker:
         with self._lock:
             if self._closing:
                 raise TransferError(f"job {job_id}: this TierWorker is closed")
+            if not is_store and not self._arena.has_index:
+                raise TransferError(f"job {job_id}: no index uses the arena of this worker: one of the two was started again; start index "
+                                    "and workers again together")
             if job_id in self._jobs:
                 raise RequestError(f"job {job_id}: is under way already; every plan's job is submitted once")
             if self._arena.board.has_ended(self.rank, job_id):

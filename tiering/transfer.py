@@ -134,6 +134,11 @@ class TransferManager(TransferWaiting):
                     self._start(node)
             self._submit_all()
 
+    def let_begin(self) -> None:
+        """Make way for what was just issued (``Stream.let_begin``). Called with no lock held."""
+        self._offload.let_begin()
+        self._onboard.let_begin()
+
     def _check_open(self) -> None:
         if self._closing:
             raise TransferError("transfers are closed; no Move can be issued any more")
@@ -174,16 +179,13 @@ class TransferManager(TransferWaiting):
         move = node.move
         assert move is not None
         source, destination = level_of(move.source), level_of(move.destination)
-        route = node.group << 4 | destination << 2 | source
+        route = move.num_tokens << 32 | node.group << 4 | destination << 2 | source  # those of as many tokens go together
         batch = self._open.get(route)
-        if batch is None or move.num_tokens:
+        if batch is None:
             batch = CopyBatch(route, self._offload if destination > source else self._onboard,
                               self._routes.copier(node.group, source, destination), self._faults, move.num_tokens)
             batch.add(node)
-            if move.num_tokens:
-                self._submit(batch)
-            else:
-                self._open[route] = batch
+            self._open[route] = batch
             return
         batch.add(node)
         if len(batch.nodes) * self._block_bytes[node.group] >= MAX_BATCH_BYTES:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -83,6 +86,8 @@ def test_exactly_the_named_slots_are_copied(place: Place, route: tuple[int, int]
 def test_any_set_of_independent_pairs_is_copied_byte_for_byte(
         place: Place, data: st.DataObject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_copier, "CALL_BYTES", data.draw(st.sampled_from([1, 20_000, 1 << 20])))
+    monkeypatch.setattr(row_copier, "_WORTH_RELEASING", data.draw(st.sampled_from([0, 20_000, 1 << 20])))
+    monkeypatch.setattr(row_copier, "_PUT_KEEPS_GIL", data.draw(st.sampled_from([4, 500, 5_000])))
     route = data.draw(st.sampled_from(DISTINCT))
     slots = st.integers(0, SLOTS - 1)
     pairs = data.draw(st.lists(st.tuples(slots, slots), max_size=SLOTS, unique_by=lambda pair: pair[1]))
@@ -131,6 +136,48 @@ def test_many_blocks_take_few_calls() -> None:
     assert len(copier.plan([(slot, slot * 5 % SLOTS) for slot in range(SLOTS)])) == 1  # neighbours that are scattered
     assert len(copier.plan([(slot * 5 % SLOTS, slot) for slot in range(SLOTS)])) == 1  # scattered that become neighbours
     assert len(copier.plan([(1, 1), (0, 2), (5, 7)])) == 2
+
+
+@pytest.mark.parametrize("pairs", [
+    [(slot * 5 % SLOTS, slot) for slot in range(SLOTS)],
+    [(slot, slot * 5 % SLOTS) for slot in range(SLOTS - 1)],  # with a gap: otherwise it would be a gather
+    [(2, 7)],
+], ids=["gather", "scatter", "one"])
+@pytest.mark.parametrize("num_tokens", [0, 8], ids=["whole", "partial"])
+def test_other_threads_run_while_blocks_are_copied(pairs: list[tuple[int, int]], num_tokens: int) -> None:
+    """An engine computes meanwhile: no copy of more than some microseconds may keep the GIL."""
+    group = KVLayout.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype="float32", tokens_per_block=16).groups[0]  # 4 MiB
+    copier = open_copiers(GroupPools(group, PrimaryPool(group, SLOTS, "cpu"), HostArena(SLOTS, group.block_bytes, pin=False)),
+                          None, "cpu")[SECONDARY, PRIMARY]
+    assert isinstance(copier, HostCopier)
+    calls = copier.plan(pairs, num_tokens)
+    # On a busy machine the other thread may wake up too late to be seen, but it is never seen when the GIL was kept.
+    assert any(another_thread_runs_beside(calls) for _ in range(500))
+
+
+def another_thread_runs_beside(calls: list[row_copier.Call]) -> bool:
+    """Whether a thread that was woken just before these calls ran before they were over. Nobody takes the GIL from them."""
+    gate, is_there, turns = threading.Lock(), threading.Event(), []
+
+    def take_turn() -> None:
+        is_there.set()
+        gate.acquire()
+        turns.append(True)
+
+    gate.acquire()
+    other = threading.Thread(target=take_turn)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(100.0)  # before the thread is there: it must not have begun to wait for the GIL with a shorter one
+    try:
+        other.start()
+        assert is_there.wait(10.0)
+        gate.release()
+        for call in calls:
+            call()
+        return bool(turns)
+    finally:
+        sys.setswitchinterval(interval)
+        other.join(10.0)
 
 
 def test_a_call_that_was_planned_copies_when_it_is_made() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvtier.errors import ConfigError, TransferError
+from kvtier.io import cpu_stream
 from kvtier.io.cpu_stream import CpuEvent, CpuStream, finished_event
 from kvtier.io.device import open_device
 
@@ -37,6 +39,45 @@ def test_work_runs_in_the_order_of_submission(stream: CpuStream) -> None:
         stream.submit(lambda number=number: seen.append(number))  # type: ignore[misc]
     assert stream.synchronize(5.0)
     assert seen == list(range(200))
+
+
+@pytest.fixture
+def nobody_interrupts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A thread keeps the GIL until it gives it up by itself."""
+    monkeypatch.setattr(cpu_stream, "_LONGEST_TURN", 10.0)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(100.0)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("nobody_interrupts")
+def test_a_thread_that_goes_on_in_python_lets_work_begin_first(stream: CpuStream) -> None:
+    for _ in range(20):
+        assert stream.synchronize(5.0)
+        seen: list[str] = []
+        stream.submit(lambda: seen.append("begun"))  # noqa: B023 - it is called in this round
+        stream.let_begin()
+        seen.append("went on")
+        assert seen == ["begun", "went on"]
+
+
+def test_nobody_makes_way_for_a_worker_that_is_busy(stream: CpuStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, gate = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        gate.wait(20.0)
+
+    first = stream.submit(work)
+    assert begun.wait(5.0)
+    second = stream.submit(lambda: None)
+    monkeypatch.setattr(cpu_stream, "_LONGEST_TURN", 20.0)  # as long as the work takes, if this waited
+    stream.let_begin()
+    assert not first.is_done()
+    gate.set()
+    assert second.wait(5.0)
+    stream.let_begin()  # nor for one that has nothing to do
 
 
 def test_work_runs_after_the_events_of_another_stream(stream: CpuStream, other: CpuStream) -> None:

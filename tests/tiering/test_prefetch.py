@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from toy_engine import OTHER, PROMPT, MakeCache, ToyEngine, WarmCache, delays, fails, tokens_of, wait_until
 
-from kvtier import ConfigError, KVCacheManager, KVLayout, LayerSpec, Level, Request, RequestError, RetentionConfig, TokenRange
+from kvtier import KVCacheManager, KVLayout, LayerSpec, Level, Request, RequestError, RetentionConfig, TokenRange
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
 from kvtier.tiering.core import TierCore
-from kvtier.tiering.prefetching import BURST_SECONDS, MOST_AT_ONCE, Budget, KeptBlocks, Prefetch, PrefetchState
+from kvtier.tiering.prefetching import Prefetch, PrefetchState
 
 pytestmark = pytest.mark.usefixtures("no_failed_callbacks")
 
@@ -261,55 +261,6 @@ def test_two_prefetches_leave_each_other_their_blocks(warm_cache: WarmCache) -> 
     cache.verify()
 
 
-# -- budget, order -------------------------------------------------------------------------------------------------------
-
-class HandClock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_the_budget_is_kept(make_cache: MakeCache) -> None:
-    block_bytes = 512
-    prompt = tokens_of(5, 65)
-    cache = make_cache(24, 24, 32)
-    ToyEngine(cache).serve(Request(1, prompt))
-    assert cache.flush()
-    cache.close()
-    clock = HandClock()
-    cache = make_cache(24, 24, 32, clock=clock, prefetch_bandwidth="5KiB/s")  # ten blocks in a second
-    prefetch = cache.prefetch(prompt)
-    for _ in range(40):
-        clock.now += 0.1
-        for _ in range(20):
-            cache.refresh()
-        assert cache.transfers.idle(PATIENCE)
-        allowed = 5120 * (clock.now - 100.0 + BURST_SECONDS) + block_bytes
-        assert cache.stats().prefetch.bytes <= allowed
-        if prefetch.is_done:
-            break
-    assert prefetch.state is PrefetchState.FINISHED
-    assert (prefetch.read_blocks, prefetch.raised_blocks) == (16, 16)
-
-
-def test_a_budget_saves_up_little() -> None:
-    budget = Budget(1000.0, 0.0)
-    assert not budget.allows(0.0)
-    assert budget.allows(1000.0)
-    budget.spend(500)
-    assert not budget.allows(1000.2)
-    assert budget.allows(1000.6)
-
-
-def test_without_a_budget_nothing_is_raised(make_cache: MakeCache) -> None:
-    cache = make_cache(prefetch_bandwidth=None)
-    assert cache.prefetch(PROMPT).state is PrefetchState.FINISHED
-    with pytest.raises(ConfigError, match="prefetch_bandwidth"):
-        make_cache(prefetch_bandwidth="3 blocks/s")
-
-
 def test_reads_of_requests_come_first(warm_cache: WarmCache) -> None:
     cache = warm_cache(delays(FaultOperation.READ, 0.1), primary=16)
     cache.add_sequence(Request(1, OTHER))
@@ -434,45 +385,3 @@ def test_what_is_no_prompt_is_refused(make_cache: MakeCache) -> None:
     for tokens in bad:
         with pytest.raises(RequestError):
             cache.prefetch(tokens)
-
-
-# -- a long prompt ---------------------------------------------------------------------------------------------------------
-
-def test_a_long_prompt_rises_in_small_portions(make_cache: MakeCache) -> None:
-    prompt = tokens_of(5, 401)
-    cache = make_cache(110, 110, 110)
-    ToyEngine(cache).serve(Request(1, prompt))
-    assert cache.flush()
-    for block_id in range(110):
-        if cache.block(block_id).tokens and cache.block(block_id).level == Level.PRIMARY and cache.block(block_id).is_full:
-            cache.offload(block_id)
-    assert cache.match(prompt).tokens_by_level[1] == 400
-    calls: list[int] = []
-    carry_on = cache._carry_on
-
-    def counted(ledger: Any) -> bool:
-        before = cache._prefetched.raised_blocks
-        is_more = carry_on(ledger)
-        calls.append(cache._prefetched.raised_blocks - before)
-        return is_more
-
-    cache._carry_on = counted  # type: ignore[method-assign]
-    prefetch = cache.prefetch(prompt)
-    assert finished(prefetch) is PrefetchState.FINISHED
-    assert prefetch.raised_blocks == 100
-    assert max(calls) <= MOST_AT_ONCE
-    assert ToyEngine(cache).serve(Request(2, prompt)) == 400
-    cache.verify()
-
-
-def test_what_was_raised_is_kept_for_a_while() -> None:
-    kept = KeptBlocks()
-    kept.add(1, 10.0)
-    kept.add(2, 11.0)
-    kept.add(1, 20.0)
-    kept.forget_older(9.0)
-    assert kept.ids == {1, 2}
-    kept.forget_older(15.0)
-    assert kept.ids == {1}
-    kept.forget_older(20.0)
-    assert kept.ids == set()

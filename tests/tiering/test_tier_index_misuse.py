@@ -193,6 +193,34 @@ def test_a_worker_of_a_killed_index_does_not_serve_the_next_one() -> None:
     TierIndex(plan.layout, TierConfig(secondary="2 blocks"), engine_id=plan.engine_id).close()
 
 
+@pytest.mark.parametrize("restarted", ["worker", "index"])
+def test_a_worker_whose_arena_is_not_the_indexs_loads_nothing(restarted: str) -> None:
+    """Once all have opened an arena it has no name any more. Who starts again makes another one, whose slots hold nothing of what was
+    planned."""
+    config = TierConfig(secondary="4 blocks")
+    rows = [[torch.zeros(8, size, dtype=torch.uint8) for size in PLAIN.groups[0].tensor_page_bytes]]
+    plan = TierPlan.of(PLAIN, config, f"test-{uuid.uuid4().hex[:12]}")
+    worker, index = TierWorker(plan, "cpu", 0, rows), TierIndex(PLAIN, config, engine_id=plan.engine_id)
+    store = index.plan_store("writer", keys(2))
+    worker.submit_store(store.job_id, 0, [0, 1], store.slots)
+    assert worker.wait([store.job_id], PATIENCE)
+    assert index.complete(store.job_id) == 0
+    if restarted == "worker":
+        worker.close()
+        worker = TierWorker(plan, "cpu", 0, rows)
+    else:
+        index.close()
+        index = TierIndex(PLAIN, config, engine_id=plan.engine_id)
+    assert index.lookup("reader", keys(2)).num_hits == (2 if restarted == "worker" else 0)
+    load = index.plan_load("reader", keys(2))
+    number, slots = (load.job_id, load.slots) if load.slots else (0, (0, 1))
+    with pytest.raises(TransferError, match="no index uses"):
+        worker.submit_load(number, 0, [2, 3], slots)
+    assert not rows[0][0][2:].any()
+    worker.close()
+    index.close()
+
+
 def test_reads_that_cannot_begin_are_not_remembered_for_requests_that_are_gone() -> None:
     ledger = KeyLedger([(8, 4000)], TierRules(), reads_at_once=0, lookup_timeout=5.0)
     ledger.adopt_store([(0, slot, b"%d" % slot, 35, 0.0, 0) for slot in range(4000)], [])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tier_rig import PATIENCE, TierRig, keys, on_nvme, page_bytes, until
 
-from kvtier.errors import TransferError
+from kvtier.errors import KVTierError, TransferError
 from kvtier.pools.page_layout import PageGroup, PageLayout
 from kvtier.types import Level
 
@@ -147,3 +147,45 @@ def test_a_rush_loads_right_bytes_and_holds_nothing_at_its_end(tmp_path: Path, s
         stats = rig.index.stats()
         assert (stats.leases, stats.secondary.used_blocks, stats.secondary.busy_blocks) == (0, 0, 0)
         assert sum(engine.num_loaded for engine in engines) > 5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_index_that_is_closed_in_a_rush_ends_it_and_the_next_one_serves_right_bytes(tmp_path: Path, seed: int, caplog: Any) -> None:
+    caplog.set_level("CRITICAL")
+    settings = on_nvme(tmp_path, secondary="5 blocks", nvme="8 blocks", write_ahead_share=1.0)
+    index = {"lookup_timeout": 0.1, "job_timeout": 0.1}
+    for _life in range(2):
+        rig = TierRig(LAYOUTS[seed], num_pages=NUM_ENGINES * PAGES, worker_faults=Moody(seed), index=index, **settings)
+        engines = [Engine(rig, number, seed) for number in range(NUM_ENGINES)]
+        failures: list[BaseException] = []
+
+        def live(engine: Engine, failures: list[BaseException] = failures) -> None:
+            try:
+                for number in range(1000):
+                    engine.turn(number)
+            except KVTierError as error:
+                if not str(error).endswith((" is closed", " is closed; make a new one")):  # the first one: of a reset
+                    failures.append(error)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=live, args=(engine,), daemon=True) for engine in engines]
+        for thread in threads:
+            thread.start()
+        until(lambda engines=engines, failures=failures: failures or sum(engine.num_loaded for engine in engines) > 2)
+
+        def close(index: Any = rig.index, failures: list[BaseException] = failures) -> None:
+            try:
+                index.close()
+            except BaseException as error:
+                failures.append(error)
+
+        closing = [threading.Thread(target=close, daemon=True) for _ in range(2)]  # two at once
+        for thread in closing:
+            thread.start()
+        for thread in threads + closing:
+            thread.join(3 * PATIENCE)
+            assert not thread.is_alive()
+        assert not failures, failures[0]
+        assert rig.index._everything_let_go
+        assert all(worker.close() for worker in rig.workers), "their copies end, whatever became of the index"

@@ -13,6 +13,7 @@ import torch
 from tier_rig import key, keys, until
 
 from kvtier.errors import ConfigError, KVTierError, RequestError
+from kvtier.io.page_copier import HostPageCopier
 from kvtier.pools.page_layout import PageGroup, PageLayout
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.tier_store import TierStore
@@ -136,6 +137,27 @@ def test_a_failed_copy_out_of_the_store_is_made_again_and_then_a_miss_that_is_fo
     assert same(target, filled(3))
 
 
+@pytest.mark.parametrize("call", ["store", "load"])
+def test_a_call_that_is_interrupted_leaves_no_job_and_no_torn_page(make: Callable[..., TierStore], monkeypatch: pytest.MonkeyPatch,
+                                                                    call: str) -> None:
+    store, target = make(), empty(3)
+    if call == "load":
+        store.write(keys(3), filled(3), [0, 1, 2])
+
+    def interrupted(*_given: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostPageCopier, call, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            (store.write if call == "store" else store.read)(keys(3), filled(3), [0, 1, 2])
+    assert (store.index.stats().jobs, store.index.stats().abandoned_jobs) == (0, 0)
+    assert store.count(keys(3)) == (0 if call == "store" else 3)
+    assert store.write(keys(3), filled(3), [0, 1, 2]) == [True] * 3
+    assert store.read(keys(3), target, [0, 1, 2]) == 3
+    assert same(target, filled(3))
+
+
 def test_a_full_host_level_gives_up_what_is_oldest_and_a_call_keeps_its_own_front(make: Callable[..., TierStore]) -> None:
     store = make(secondary=4)
     store.write(keys(4, prompt=1), filled(4), [0, 1, 2, 3])
@@ -192,6 +214,59 @@ def test_a_reset_in_the_middle_of_a_write_forgets_all_of_it(make: Callable[..., 
     target = empty(70)
     assert store.read(keys(70), target, list(range(70))) == 70
     assert same(target, filled(70, seed=1))
+
+
+def test_a_write_that_began_when_a_reset_had_only_begun_is_forgotten_too(make: Callable[..., TierStore],
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    store, has_begun, is_forgotten = make(), threading.Event(), threading.Event()
+    plan_store, reset, answers = store.index.plan_store, store.index.reset, []
+
+    def planned_late(*given: Any) -> Any:
+        has_begun.set()
+        assert is_forgotten.wait(10.0)
+        return plan_store(*given)
+
+    def overtaken(timeout: float) -> None:
+        writer.start()
+        assert has_begun.wait(10.0)
+        reset(timeout)
+        is_forgotten.set()
+
+    monkeypatch.setattr(store.index, "plan_store", planned_late)
+    monkeypatch.setattr(store.index, "reset", overtaken)
+    writer = threading.Thread(target=lambda: answers.append(store.write(keys(3), filled(3), [0, 1, 2])))
+    store.reset()
+    writer.join(10.0)
+    assert answers == [[False] * 3]
+    assert [store.count([name]) for name in keys(3)] == [0, 0, 0]
+
+
+def test_a_write_whose_time_was_over_before_it_was_done_says_that_it_stored_nothing(make: Callable[..., TierStore],
+                                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    now, copy = [0.0], HostPageCopier.store
+    store = make(clock=lambda: now[0])
+
+    def slow(*given: Any) -> None:
+        copy(*given)
+        now[0] += 3600.0
+        store.index.poll()
+
+    store.write([key(0)], filled(1), [0])
+    with monkeypatch.context() as patch:
+        patch.setattr(HostPageCopier, "store", slow)
+        assert store.write(keys(3), filled(3), [0, 1, 2]) == [True, False, False]
+    assert store.index.stats().expired_jobs == 1
+    assert [store.count([name]) for name in keys(3)] == [1, 0, 0]
+    assert store.write(keys(3), filled(3), [0, 1, 2]) == [True] * 3
+
+
+def test_what_another_call_is_only_just_storing_is_not_said_to_be_stored(make: Callable[..., TierStore]) -> None:
+    store = make()
+    other = store.index.plan_store("other", [key(1)])
+    assert store.write(keys(3), filled(3), [0, 1, 2]) == [True, False, True]
+    store.index.cancel_job(other.job_id)
+    store.index.end_request("other")
+    assert [store.count([name]) for name in keys(3)] == [1, 0, 1]
 
 
 def test_pages_that_were_there_before_a_reset_are_not_stored_behind_it(make: Callable[..., TierStore]) -> None:

@@ -295,6 +295,7 @@ def test_on_cuda_copies_come_behind_the_engine_and_are_right(cuda: Any) -> None:
     pages = tensors(layout, 16)
     original = [member.clone() for member in pages[0]]
     made = TierWorker(plan(layout, "4 blocks"), "cuda", 0, pages)
+    index = SharedArena(made.plan.arena)
     try:
         assert sum(cuda.runtime.registered.values()) == 4 * 4096, "the arena is pinned"
         late = torch.full((1, 256), 77, dtype=torch.uint8)
@@ -314,7 +315,8 @@ def test_on_cuda_copies_come_behind_the_engine_and_are_right(cuda: Any) -> None:
                 assert torch.equal(member[target], first[source])
         assert "memcpy2DAsync" in cuda.runtime.calls, "neighbouring pages are one copy"
     finally:
-        made._arena.unlink()
+        index.unlink()
+        index.close()
         assert made.close(10)
     assert not cuda.runtime.registered
 

@@ -26,6 +26,7 @@ import torch
 from kvtier.errors import ConfigError
 from kvtier.io.rank_directories import prepare_rank_directory
 from kvtier.pools.page_layout import PageGroup, PageLayout
+from kvtier.pools.rate import parse_rate
 from kvtier.pools.sizing import SizeKind, parse_sizes
 from kvtier.tiering.attach.engine_settings import identity, read_settings
 from kvtier.tiering.attach.sglang_interface import STORAGE_MODULE, base_class, check_base
@@ -234,9 +235,13 @@ class TieredHiCache(HiCacheStorage):
         return int(self._config.pp_size * getattr(self._config, "attn_cp_size", 1) * self._config.tp_size)
 
     def _tier(self) -> TierConfig:
-        """This rank's part: sizes in bytes divided by the ranks, a folder of its own below the one that was given."""
+        """This rank's part: sizes in bytes and rates divided by the ranks, a folder of its own below the one that was given. Free space is
+        of the file system, which all ranks share: each leaves the whole of it."""
         tier = self._settings.tier
         changes: dict[str, Any] = {name: self._part(getattr(tier, name), name) for name in ("secondary", "nvme")}
+        for name in ("nvme_write_bandwidth", "nvme_scrub_bandwidth"):
+            if (rate := getattr(tier, name)) is not None:
+                changes[name] = f"{max(int(parse_rate(rate, name)) // self._num_ranks, 1)}B/s"
         if tier.nvme_directory is not None:
             root = tier.nvme_directory / f"replica-{getattr(self._config, 'dp_rank', 0)}"
             root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

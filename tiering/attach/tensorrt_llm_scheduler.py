@@ -42,6 +42,7 @@ class _Sequence:
     Attributes:
         namespace: what besides tokens its keys contain.
         chain: its keys.
+        num_resets: the tier's when the request came: what is computed of it is of weights that a later reset has forgotten.
         is_kept: its blocks are stored.
         position: tokens that it had been spared when its pages were taken, as far as TensorRT-LLM said so.
         first: the block that ``loads`` begin with.
@@ -51,6 +52,7 @@ class _Sequence:
 
     namespace: bytes
     chain: KeyChain
+    num_resets: int
     is_kept: bool = True
     position: int = 0
     first: int = 0
@@ -73,7 +75,6 @@ class TieredScheduler(_Base):
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         self._arrangement = arrange(llm_args)
-        self._model_name = str(getattr(llm_args, "model", ""))
         self._width = self._arrangement.tokens_per_block
         self.index: TierIndex | None = None
         self._num_groups = 1
@@ -109,6 +110,18 @@ class TieredScheduler(_Base):
                 self._pulse.close(1.0)
             index.flush(timeout / 2)
             index.close(timeout / 2)
+
+    def reset(self, timeout: float = 60.0) -> None:
+        """Forget everything on all levels, because the weights have changed. TensorRT-LLM has no call for it: whoever changes them calls
+        this on rank 0, after TensorRT-LLM's own blocks were forgotten. What requests under way have been promised is still loaded, and
+        nothing that is computed of them is stored any more.
+
+        Raises:
+            TransferError: as of ``TierIndex.reset``.
+        """
+        index = self.index
+        if index is not None:
+            index.reset(timeout)
 
     # -- what TensorRT-LLM asks ------------------------------------------------------------------------------------------
 
@@ -200,7 +213,7 @@ class TieredScheduler(_Base):
         if namespace is None:
             return 0
         use_nvme = getattr(request, "lora_task_id", None) is None or self._arrangement.trusted_lora_ids
-        sequence = self._sequences[request_id] = _Sequence(namespace, KeyChain(namespace, self._width))
+        sequence = self._sequences[request_id] = _Sequence(namespace, KeyChain(namespace, self._width), index.num_resets)
         name = str(request_id)
         index.end_request(name)
         index.begin_request(name, use_nvme=use_nvme)
@@ -283,7 +296,7 @@ class TieredScheduler(_Base):
         position that the request had when its pages were taken says more; either is at most the true one.
         """
         sequence, index = self._sequences.get(data.request_id), self.index
-        if sequence is None or index is None or not sequence.is_kept:
+        if sequence is None or index is None or not sequence.is_kept or sequence.num_resets != index.num_resets:
             return
         position = max(data.computed_position, sequence.position if is_new else 0)
         computed = min(position + data.num_scheduled_tokens, len(sequence.tokens))
@@ -297,6 +310,9 @@ class TieredScheduler(_Base):
             for group, pages in enumerate(sequence.pages):
                 live = [ordinal for ordinal in run if pages[ordinal] >= 0]
                 plan = index.plan_store(str(data.request_id), [keys[ordinal] for ordinal in live], group, priority)
+                if plan.keys and sequence.num_resets != index.num_resets:  # another thread has reset it just now
+                    index.cancel_job(plan.job_id)
+                    return
                 if plan.keys:
                     self._jobs[plan.job_id] = (data.request_id, True)
                     chosen = tuple(pages[live[place]] for place in plan.positions)
@@ -315,7 +331,7 @@ class TieredScheduler(_Base):
             if "have not registered" in str(error):
                 return False
             raise
-        if (facts.model, facts.identity.get("model_name")) != (arrangement.model, self._model_name):
+        if (facts.model, facts.identity.get("model_name")) != (arrangement.model, arrangement.model_name):
             raise ConfigError(f"engine_id={arrangement.engine_id!r}: ranks of another engine, with model {facts.model!r} of "
                               f"{facts.identity.get('model_name')!r}, have registered their pages under this name; give each engine on "
                               "the machine an engine_id of its own, and start them again")

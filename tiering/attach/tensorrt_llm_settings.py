@@ -33,6 +33,7 @@ class Arrangement:
         ranks: tensor-parallel ones.
         tokens_per_block: of TensorRT-LLM's blocks.
         model: "name@revision:digest", or "" without an NVMe level.
+        model_name: TensorRT-LLM's own name of the model.
         trusted_lora_ids: an adapter's number always stands for the same weights.
     """
 
@@ -41,6 +42,7 @@ class Arrangement:
     ranks: int
     tokens_per_block: int
     model: str
+    model_name: str
     trusted_lora_ids: bool
 
 
@@ -70,8 +72,9 @@ def arrange(llm_args: Any) -> Arrangement:
     if getattr(cache, "enable_block_reuse", True) is False:
         raise ConfigError("kv_cache_config.enable_block_reuse=False: TensorRT-LLM uses nothing of a connector then; leave it on")
     model = getattr(llm_args, "model", None)
+    model_name = str(getattr(llm_args, "model", ""))
     return Arrangement(settings, engine_id, int(getattr(llm_args, "tensor_parallel_size", 1) or 1), tokens,
-                       identity(settings, None if model is None else str(model), VARIABLE) or "", trusted)
+                       identity(settings, None if model is None else str(model), VARIABLE) or "", model_name, trusted)
 
 
 def _given() -> Mapping[str, Any]:

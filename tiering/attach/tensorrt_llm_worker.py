@@ -46,7 +46,6 @@ class TieredWorker(_Base):
         self._arrangement = arrange(llm_args)
         self._rank = process_rank()
         self._kv_dtype = str(getattr(getattr(llm_args, "kv_cache_config", None), "dtype", "auto"))
-        self._model_name = str(getattr(llm_args, "model", ""))
         self.worker: TierWorker | None = None
         self._facts: IO[str] | None = None
         self._last_plan = -1
@@ -164,7 +163,7 @@ class TieredWorker(_Base):
         if self.worker is not None:
             raise ConfigError("the cache is registered already; one connector serves one cache")
         arrangement = self._arrangement
-        identity |= {"engine": "tensorrt-llm", "model_name": self._model_name, "kv_cache_dtype": self._kv_dtype,
+        identity |= {"engine": "tensorrt-llm", "model_name": arrangement.model_name, "kv_cache_dtype": self._kv_dtype,
                      "tokens_per_block": str(arrangement.tokens_per_block), "tensor_parallel": str(arrangement.ranks)}
         facts = Facts(tuple(tuple(rows.shape[1] for rows in group) for group in tensors), (False,) * len(tensors), identity,
                       arrangement.model)

@@ -71,6 +71,13 @@ class _Loading:
     from_nvme: set[OffloadKey] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """When a request began: after how many resets."""
+
+    reset_count: int
+
+
 class TieredManager(OffloadingManager):
     """An engine's tier, as vLLM's scheduler asks it. All calls but :meth:`shutdown` come from the scheduler's thread.
 
@@ -97,6 +104,7 @@ class TieredManager(OffloadingManager):
         wishes = read_wishes(req_context.kv_transfer_params)
         allows = req_context.load_tier_filter.allows
         reads_host, reads_nvme = allows(Medium.CPU, Locality.LOCAL), allows(Medium.STORAGE, Locality.LOCAL)
+        req_context.set_state(_Begun(self._resets))
         self.index.end_request(req_context.req_id)  # vLLM may use a name again without having ended it
         self.index.begin_request(req_context.req_id, priority=wishes.priority, use_nvme=not wishes.keep_off_nvme, read_nvme=reads_nvme,
                                  read_host=reads_host, skip_read=wishes.skip_read, skip_write=wishes.skip_write)
@@ -137,9 +145,17 @@ class TieredManager(OffloadingManager):
     # -- storing ---------------------------------------------------------------------------------------------------------
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Never None: vLLM would ask again in every step of the request. What has no room now is left out, and counted."""
+        """Never None: vLLM would ask again in every step of the request. What has no room now is left out, and counted.
+
+        A request that ran through a reset stores nothing any more: vLLM resets the tier under running requests, too, and part of what
+        theirs hold may be of the weights that the reset was for.
+        """
         chosen: list[OffloadKey] = []
         parts = []
+        begun = req_context.get_state(_Begun)
+        if begun is None or begun.reset_count != self._resets:
+            self._metrics.asked(len(keys))
+            return PrepareStoreOutput(chosen, TierTransfer(()), evicted_keys=[])
         for group, group_keys in self._by_group(keys).items():
             plan = self.index.plan_store(req_context.req_id, [get_offload_block_hash(key) for key in group_keys], group)
             if not plan.keys:

@@ -11,7 +11,7 @@ import torch
 
 from kvtier.errors import RequestError
 from kvtier.io.handover_folder import HandoverFolder
-from kvtier.io.handover_piece import PieceShape, PieceWriter
+from kvtier.io.handover_piece import PieceShape, PieceWriter, withdraw
 from kvtier.pools.pool_index import PRIMARY, level_of, slot_of
 from kvtier.tiering import arguments
 from kvtier.tiering.handles import Lease
@@ -28,8 +28,8 @@ LIFETIME: Final = 60.0  # seconds
 
 @dataclass(frozen=True)
 class EndedHandover:
-    """A handover that is over. ``was_taken``: an importing process has said that it needs nothing of it any more; False when its deadline
-    had passed before it was seen to be over."""
+    """A handover that is over. ``was_taken``: its file was gone before its deadline, from a folder that is still the same one. That is what
+    importing processes do that need nothing of it any more (and whoever withdraws it elsewhere, or deletes files of others)."""
 
     ticket: HandoverTicket
     was_taken: bool
@@ -61,7 +61,7 @@ class BlockExporter:
         self.lifetime = min(arguments.positive_number("lifetime", lifetime), arguments.LONGEST)
         self.shard = Shard.of(cache.layout, cache.model, cache.config.rank, cache.config.num_ranks, total_kv_heads)
         self._lock = threading.Lock()
-        self._outstanding: list[HandoverTicket] = []
+        self._outstanding: list[tuple[HandoverTicket, object]] = []  # and in which folder
 
     def export(self, request_id: int, skip_tokens: int = 0) -> HandoverTicket:
         """Hand over what is computed of an active sequence: call it between steps, when the prompt is computed. It stays as it is.
@@ -106,10 +106,11 @@ class BlockExporter:
             lease = Lease(cache, ledger.pin(request_id))
         try:
             ticket = self._write(num_tokens, keys, places)
+            identity = self.folder.identity
         finally:
             lease.release()
         with self._lock:
-            self._outstanding.append(ticket)
+            self._outstanding.append((ticket, identity))
         return ticket
 
     def poll(self) -> list[EndedHandover]:
@@ -117,23 +118,27 @@ class BlockExporter:
         self.folder.collect()
         ended: list[EndedHandover] = []
         with self._lock:
-            for ticket in list(self._outstanding):
+            outstanding, self._outstanding = self._outstanding, []
+            for ticket, identity in outstanding:
                 [piece] = ticket.pieces
-                if not piece.file or not self.folder.has(piece.file):
-                    self._outstanding.remove(ticket)
-                    ended.append(EndedHandover(ticket, self.folder.now() <= ticket.deadline))
+                if piece.file and self.folder.has(piece.file):
+                    self._outstanding.append((ticket, identity))
+                else:
+                    is_same = not piece.file or (identity is not None and identity == self.folder.identity)
+                    ended.append(EndedHandover(ticket, is_same and self.folder.now() <= ticket.deadline))
         return ended
 
     def withdraw(self, ticket: HandoverTicket | str | bytes) -> bool:
-        """Take a handover back, as far as nobody has taken it. False when somebody has, or is about to.
+        """Take a handover back, as far as nobody has taken it. False when somebody has, if only one of several ranks, or is about to. It
+        may be one of an exporter that is gone.
 
         RequestError for what is no ticket.
         """
         own = [piece for piece in HandoverTicket.read(ticket).pieces if piece.file and piece.rank == self.shard.rank]
-        if not own or not self.folder.remove(own[0].file):
-            return False
-        with self._lock:
-            self._outstanding = [other for other in self._outstanding if other.pieces != (own[0],)]
+        with self._lock:  # whoever polls meanwhile must not take it for one that was taken
+            if not own or not withdraw(self.folder, own[0].file):
+                return False
+            self._outstanding = [other for other in self._outstanding if other[0].pieces != (own[0],)]
         return True
 
     @property

@@ -92,6 +92,11 @@ class KeyedLevel(FileLevel):
         block.num_tokens = WHOLE
         self.key_events.stored(self.group, SECONDARY, block.warm_key)
 
+    def has(self, key: bytes) -> bool:
+        """Whether the bytes of a key are there, or are being read from NVMe: not while they are only being stored."""
+        block = self.warm.get(key)
+        return block is not None and (block.num_tokens == WHOLE or self.is_busy(block))
+
     # -- holding ---------------------------------------------------------------------------------------------------------
 
     def hold(self, block: Block) -> None:

@@ -1,9 +1,11 @@
-"""A tiny random model, what it generates by itself, and loops that serve it."""
+"""A tiny random model, what it generates by itself, and loops that serve it; small engines of TensorRT-LLM's kind."""
 
 from __future__ import annotations
 
 import copy
+import json
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from kvtier.tiering.attach import tensorrt_llm_worker
 from kvtier.tiering.attach.serving_loop import ServingLoop
+from kvtier.tiering.attach.tensorrt_llm import TieredScheduler, TieredWorker
 from kvtier.tiering.attach.transformers import AttachedModel, layout_of
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode puts no folder there
 from attached_loops import TOKENS_PER_BLOCK, AttachedLoops
 from scripted_cache import ScriptedCache
+from tensorrt_double import Engine
 
 
 @pytest.fixture(scope="session")
@@ -80,3 +85,32 @@ def serving(tiny_model: PreTrainedModel, attached_loops: AttachedLoops) -> Any:
 
     start.end = attached_loops.end  # type: ignore[attr-defined]
     return start
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+    """Starts engines of TensorRT-LLM's kind; at the end nothing is leased or under way, every invariant stands, and every page is free."""
+    engines: list[Engine] = []
+
+    def start(secondary: str = "40 blocks", engine: dict[str, Any] | None = None, **settings: Any) -> Engine:
+        given = {"secondary": secondary, "engine_id": f"trt-{uuid.uuid4().hex[:12]}"} | settings
+        monkeypatch.setenv("TRTLLM_KVTIER", json.dumps(given))
+
+        def set_rank(rank: int) -> None:
+            monkeypatch.setattr(tensorrt_llm_worker, "process_rank", lambda: rank)
+
+        started = Engine((TieredScheduler, TieredWorker), set_rank, **(engine or {}))
+        engines.append(started)
+        return started
+
+    yield start
+    for engine in engines:
+        index = engine.scheduler.index
+        if index is not None:
+            engine.settle()
+            index.verify()
+            stats = index.stats()
+            assert (stats.leases, stats.jobs, stats.requests) == (0, 0, 0)
+            assert all(len(free) == engine.caches[0][0].shape[0] for free in engine.free)
+        engine.close()
+        engine.close()

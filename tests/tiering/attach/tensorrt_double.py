@@ -11,6 +11,7 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,7 @@ WORKER: dict[str, tuple[str, ...]] = {
 """Methods and their parameters behind ``self``."""
 
 TOKENS = 4  # per block
+PROMPT = list(range(100, 130))  # seven full blocks and two tokens
 WIDTH = 8   # bytes that a token takes in one layer
 
 
@@ -344,3 +346,7 @@ class Engine:
                     place = self._place(request, position, rank, group)
                     assert place is None or torch.equal(place, self._bytes(request, position, rank, group)), \
                         f"request {request.request_id}: wrong bytes of token {position} on rank {rank}, group {group}"
+
+
+def nvme(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"nvme": "64 blocks", "nvme_directory": str(folder), "nvme_free_space_reserve": "1MiB", "model": "m@1:0"} | more

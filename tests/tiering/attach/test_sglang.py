@@ -358,6 +358,19 @@ def test_sizes_in_bytes_are_of_all_ranks_together(attach: Callable[..., Controll
     assert one == 2 * two
 
 
+def test_rates_are_of_all_ranks_together_and_free_space_is_of_the_file_system(attach: Callable[..., Controller], tmp_path: Path) -> None:
+    rates = {"nvme_write_bandwidth": "8MiB/s", "nvme_scrub_bandwidth": "1MiB/s", "nvme_free_space_reserve": "3MiB"}
+    configs = [attach(rank=rank, ranks=4, **nvme(tmp_path / "kv", **rates)).backend._store.index.config for rank in range(4)]
+    assert sum(config.nvme_write_bytes_per_second for config in configs) == 8 << 20
+    assert sum(config.nvme_scrub_bytes_per_second for config in configs) == 1 << 20
+    assert {config.nvme_free_space_reserve_bytes for config in configs} == {3 << 20}, "each rank leaves it on the file system of all"
+
+
+def test_a_rate_of_fewer_bytes_than_ranks_is_still_a_rate(attach: Callable[..., Controller], tmp_path: Path) -> None:
+    store = attach(rank=1, ranks=2, **nvme(tmp_path / "kv", nvme_write_bandwidth="1B/s")).backend._store
+    assert store.index.config.nvme_write_bytes_per_second == 1.0
+
+
 @pytest.mark.parametrize("change", [
     {"pool": {"page_size": 8}}, {"pool": {"dtype": torch.float16}}, {"pool": {"device_dtype": torch.float8_e5m2}},
     {"pool": {"layout": "layer_first"}}, {"model": "m@2:0"}])

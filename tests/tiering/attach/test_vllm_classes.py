@@ -252,7 +252,15 @@ def test_after_a_reset_nothing_is_found_and_late_reports_change_nothing(rig: Rig
     rig.manager.complete_store({rig.key(1)}, first)
     rig.manager.complete_load({rig.key(0)}, reader)
     assert {rig.look(rig.request("after"), rig.key(number)) for number in range(2)} == {rig.state.MISS}
-    assert rig.store(first, [rig.key(0)], [0, 1], [2, 0], [0, 0]) == [rig.key(0)]
+    assert rig.store(rig.request("later"), [rig.key(0)], [0, 1], [2, 0], [0, 0]) == [rig.key(0)]
+
+
+def test_a_request_that_ran_through_a_reset_stores_nothing_any_more(rig: Rig) -> None:
+    """Its keys and values may be of the weights that the reset was for."""
+    running = rig.request("running")
+    rig.manager.reset_cache()
+    assert rig.manager.prepare_store([rig.key(0)], running).keys_to_store == []
+    assert rig.look(rig.request("after"), rig.key(0)) is rig.state.MISS
 
 
 def test_a_requests_wishes_reach_the_tier(rig: Rig) -> None:

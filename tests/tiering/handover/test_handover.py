@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -377,25 +376,6 @@ def test_a_very_long_lifetime_is_one(make_cache: Make, decode: Make, folder: Han
     known, ticket = there.hand_over(tokens_of(1, 14))
     assert here.importer.offer(ticket.to_json())
     assert here.serve(known) == 14
-
-
-@both_folders
-def test_a_withdrawn_handover_is_gone_and_one_that_is_taken_cannot_be_withdrawn(prefill: Make, decode: Make,
-                                                                                folder: HandoverFolder) -> None:
-    here, there = decode(), prefill()
-    known, ticket = there.hand_over(tokens_of(1, 14))
-    here.importer.offer(ticket)
-    assert there.exporter.withdraw(ticket.to_json())
-    assert files(folder) == []
-    with pytest.raises(RequestError, match="file"):
-        there.exporter.withdraw(replace(ticket, pieces=(replace(ticket.pieces[0], file="../../notes.txt"),)))
-    assert there.exporter.poll() == []
-    assert here.serve(known) == 0
-    assert here.importer.stats().gone == 1
-    known, ticket = there.hand_over(tokens_of(2, 14), 2)
-    here.importer.offer(ticket)
-    here.serve(known, 2)
-    assert not there.exporter.withdraw(ticket)
 
 
 def test_prompts_are_handed_over_while_others_are_served(prefill: Make, decode: Make) -> None:

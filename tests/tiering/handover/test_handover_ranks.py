@@ -8,47 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from group_engine import GroupEngine, attention, mla
-from handover_rig import Decode, Prefill, files, flip
+from handover_rig import TOTAL, Decode, Prefill, files, flip, layout_of, sides
 
-from kvtier import BlockImporter, ConfigError, HandoverFolder, HandoverTicket, KVLayout, Request, RequestError
-from kvtier.tiering.handover.shards import heads_of
+from kvtier import BlockImporter, ConfigError, HandoverFolder, HandoverTicket, Request, RequestError
 
 Make = Callable[..., Any]
 PROMPT = list(range(100, 121))
-TOTAL = 4
-
-
-def layout_of(heads: int, kind: str) -> KVLayout:
-    layers = {
-        "attention": [attention(heads, 8), attention(heads, 8)],
-        "windows": [attention(heads, 8, window=8, sinks=4), attention(heads, 8, value_dim=4)],
-        "side data": [attention(heads, 16, dtype="uint8", scale_bytes=2, indexer_bytes=20), attention(heads, 8)],
-        "mla": [mla(16, 8), mla(16, 8, indexer_bytes=12)],
-        "mla and attention": [mla(16, 8), attention(heads, 8)],
-    }[kind]
-    return KVLayout(layers, "float32", 4)
-
-
-def shard_engine(engine: GroupEngine, whole: GroupEngine, rank: int, ranks: int) -> None:
-    """Let a rank's engine compute its heads of what the whole model's engine would."""
-    for mine, all_heads in zip(engine.pages, whole.pages, strict=True):
-        for part, salts in enumerate(all_heads.salts):
-            heads = heads_of(salts.shape[1], ranks, rank)
-            assert heads is not None
-            mine.salts[part] = salts[:, heads.start:heads.stop]
-
-
-def sides(make_cache: Make, folder: HandoverFolder, ranks: int, kind: str, side: type, **settings: Any) -> list[Any]:
-    whole = GroupEngine(make_cache(4, 0, layout=layout_of(TOTAL, kind)))
-    made = []
-    for rank in range(ranks):
-        heads = heads_of(TOTAL, ranks, rank)
-        assert heads is not None
-        cache = make_cache(40, 10, layout=layout_of(len(heads), kind), rank=rank, num_ranks=ranks)
-        made.append(side(cache, folder, total_kv_heads=TOTAL, **settings))
-        shard_engine(made[-1].engine, whole, rank, ranks)
-    return made
 
 
 def hand_over(exporting: Sequence[Prefill], tokens: Sequence[int], request_id: int = 1) -> tuple[list[int], HandoverTicket]:

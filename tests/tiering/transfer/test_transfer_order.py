@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvtier.errors import TransferError
+from kvtier.io import cpu_stream
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
 from kvtier.pools.pool_index import PRIMARY, SECONDARY, pool_index
 
@@ -145,15 +147,50 @@ def test_independent_copies_of_one_call_share_one_piece_of_work(make_rig: Make, 
     rig.settle()
     assert batches == [6]
     batches.clear()
-    # the second needs the first, so it cannot share its work; a partial copy stays alone
+    # the second needs the first, so it cannot share its work; nor can a partial copy share that of whole ones
     rig.transfers.issue([rig.move(P[0], P[1]), rig.move(P[1], P[2]), rig.move(P[3], P[4], num_tokens=2)])
     rig.settle()
     assert sorted(batches) == [1, 1, 1]
+    batches.clear()
+    # partial copies of as many tokens share theirs
+    rig.transfers.issue([rig.move(P[0], P[slot], num_tokens=tokens) for slot, tokens in ((3, 2), (4, 1), (5, 2), (6, 2))])
+    rig.settle()
+    assert sorted(batches) == [1, 3]
     batches.clear()
     # victims and what takes their slots, in turns: two pieces of work less than Moves would be the naive count
     rig.transfers.issue([rig.move(P[0], S[0]), rig.move(P[1], S[1]), rig.move(S[6], P[0]), rig.move(S[7], P[1])])
     rig.settle()
     assert batches == [2, 2]
+
+
+def test_a_partial_copy_waits_for_one_that_writes_its_source_and_for_one_that_writes_its_destination(make_rig: Make) -> None:
+    rig = make_rig(faults=SLOW)
+    for slot in range(4):
+        rig.fill(P[slot], slot + 1)
+    rig.transfers.issue([rig.move(P[0], P[5], num_tokens=2), rig.move(P[1], P[5], num_tokens=2),  # over the first
+                         rig.move(P[5], P[6], num_tokens=1),                                      # what the second has written
+                         rig.move(P[2], P[5]), rig.move(P[5], P[7], num_tokens=2)])               # and what a whole copy has
+    assert all(result.error is None for result in rig.settle().values())
+    first, second, third = ([rig.rows(PRIMARY)[slot].reshape(-1, 4, 32)[:, :tokens] for slot, tokens in ((5, 4), (6, 1), (7, 2))])
+    assert (first == 3).all()
+    assert (second == 2).all()
+    assert (third == 3).all()
+
+
+def test_issuing_lets_the_copying_thread_begin(make_rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the thread that issued keeps the GIL, and a copy that could begin waits for it."""
+    monkeypatch.setattr(cpu_stream, "_LONGEST_TURN", 10.0)
+    rig = make_rig()
+    rig.settle()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(100.0)
+    try:
+        rig.transfers.issue([rig.move(P[0], S[0])])
+        rig.transfers.let_begin()
+        streams = [rig.transfers._offload, rig.transfers._onboard]
+        assert all(stream._queue.empty() for stream in streams if isinstance(stream, cpu_stream.CpuStream))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_batch_ends_at_its_size_limit(make_rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
