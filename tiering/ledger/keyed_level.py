@@ -99,7 +99,7 @@ class KeyedLevel(FileLevel):
         if block.ref_count == 0:
             if block.queue != NOT_QUEUED:
                 self.queues.claim(block)
-            elif self.busy:
+            elif block.file_uses > 0:
                 self._count_unreferenced(block, -1)
         block.ref_count += 1
 
@@ -109,7 +109,7 @@ class KeyedLevel(FileLevel):
         block.ref_count -= 1
         if block.ref_count > 0:
             return
-        if self.busy and self.is_busy(block):
+        if block.file_uses > 0:
             self._count_unreferenced(block, 1)
             self.queues.note_release(block, self.now)
         elif block.warm_key:
