@@ -15,6 +15,7 @@ from typing import Final
 from kvtier.bench.trace import Progress, Trace
 from kvtier.errors import ConfigError
 from kvtier.pools.pool_index import NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of
+from kvtier.tiering.ledger.at_once import finish_at_once, no_moves, write_ahead_at_once
 from kvtier.tiering.ledger.group import GroupSpec
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Move
@@ -118,7 +119,7 @@ class _Replay:
         self.num_blocks = settings.num_blocks
         settings.rules.history_stride = max(1, TOKENS_PER_KEY // trace.block)
         self.ledger = Ledger([GroupSpec(settings.num_blocks)], 1, settings.rules)
-        self.moves: dict[Direction, int] = {}
+        self.moves = no_moves()  # by the levels that they lead from and to
         self.moments: list[Moment] = []
         self._seconds = settings.seconds
         self._free_at: dict[Direction, float] = {}
@@ -156,18 +157,21 @@ class _Replay:
                     progress(number + 1, trace.num_requests)
         counters = ledger.counters
         return ReplayResult(trace.num_requests, input_tokens, [blocks * trace.block for blocks in counters.hit_tokens],
-                            list(counters.hit_blocks), dict(sorted(self.moves.items())), counters.dropped, counters.host_dropped, cut,
+                            list(counters.hit_blocks), self._moves_by_direction(), counters.dropped, counters.host_dropped, cut,
                             load_seconds, self.moments)
 
     def _carry_out(self, now: float) -> float:
         """Start what the ledger has decided. Returns when the last of it ends."""
+        if not self._seconds:
+            finish_at_once(self.ledger, self.moves)
+            return now
         end = now
         moves = self.moves
         for record in self.ledger.moves.take():
             if not isinstance(record, Move):
                 continue
             direction = level_of(record.source), level_of(record.destination)
-            moves[direction] = moves.get(direction, 0) + 1
+            moves[direction[0]][direction[1]] += 1
             seconds = self._seconds.get(direction, 0.0)
             if seconds == 0.0:
                 self.ledger.finish(record, False)
@@ -188,20 +192,26 @@ class _Replay:
         """What an engine's steps between two requests write to NVMe: all that wants to be written, as far as time allows."""
         if not self.num_blocks[NVME]:
             return
-        down = self.moves.get((PRIMARY, SECONDARY), 0)
+        down = self.moves[PRIMARY][SECONDARY]
         if down - self._written_ahead_at < self.num_blocks[SECONDARY] // _WRITE_AHEAD_EVERY:
             return
         self._written_ahead_at = down
+        if not self._seconds:
+            write_ahead_at_once(self.ledger, now, self.moves)
+            return
         records = -1
         while records != self.ledger.moves.next_number:  # what has ended makes room for more
             records = self.ledger.moves.next_number
             self.ledger.refresh(now)
             self._carry_out(now)
 
+    def _moves_by_direction(self) -> dict[Direction, int]:
+        return {(source, target): count for source, counts in enumerate(self.moves) for target, count in enumerate(counts) if count}
+
     def _note_moment(self, now: float, input_tokens: int) -> None:
         counters = self.ledger.counters
         hits = [blocks * self.trace.block for blocks in counters.hit_tokens]
-        writes = sum(count for (_, level), count in self.moves.items() if level == NVME)
+        writes = sum(counts[NVME] for counts in self.moves)
         before = self._before
         allocator = self.ledger.allocators[0]
         content = tuple(allocator.queues.evictable)

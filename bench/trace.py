@@ -131,10 +131,15 @@ class TraceBuilder:
         if total > known:
             if total > len(self._parents):
                 self._parents = np.concatenate([self._parents, np.full(max(total, len(self._parents)), -1, np.int32)])
-            self._names += [name for name in dict.fromkeys(hash_ids) if self._numbers[name] >= known]
-            first_uses, places = np.unique(prompt, return_index=True)  # the first use of each
-            is_new = first_uses >= known
-            self._parents[first_uses[is_new]] = before[places[is_new]]
+            first = len(prompt) - (total - known)
+            if not (prompt[:first] >= known).any():  # the new ones stand at the end, each once
+                self._names += hash_ids[first:]
+                self._parents[known:total] = before[first:]
+            else:
+                self._names += [name for name in dict.fromkeys(hash_ids) if self._numbers[name] >= known]
+                first_uses, places = np.unique(prompt, return_index=True)  # the first use of each
+                is_new = first_uses >= known
+                self._parents[first_uses[is_new]] = before[places[is_new]]
             self._known = total
         wrong = np.flatnonzero(self._parents[prompt] != before)
         if len(wrong):

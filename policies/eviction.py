@@ -216,11 +216,20 @@ class EvictionQueues:
         head = self.heads[base + BACKING]
         if head.length > 0:
             return head
-        occupied = head.level.occupied
-        if occupied:
-            head = self.heads[base + occupied[0]]
-            return head if head.content == head.length else self._worst_grade(head)
-        return None
+        return self._content_list(level)
+
+    def _content_list(self, level: int) -> ListHead | None:
+        """The list whose front is the content that goes next at this level."""
+        occupied = self.levels[level].occupied
+        if not occupied:
+            return None
+        head = self.heads[level * LISTS_PER_LEVEL + occupied[0]]
+        return head if head.content == head.length else self._worst_grade(head)
+
+    def coldest_content(self, level: int) -> QueueRecord | None:
+        """The content that goes next at this level, after what is empty and the backings."""
+        head = self._content_list(level)
+        return None if head is None else head.next
 
     def _worst_grade(self, first: ListHead) -> ListHead:
         """Of one priority's lists, the one whose front is to go next."""

@@ -5,7 +5,7 @@ A pool index packs (level, slot) so that a move is the exchange of two integers.
 
 from __future__ import annotations
 
-from typing import Final, NewType
+from typing import Final, NewType, cast
 
 from kvtier.types import Slot
 
@@ -25,7 +25,7 @@ LEVEL_NAMES: Final = ("primary", "secondary", "nvme")
 
 def pool_index(level: int, slot: int) -> PoolIndex:
     """Pack a level (0, 1, 2) and a slot of that level."""
-    return PoolIndex(slot << 2 | level)
+    return cast(PoolIndex, slot << 2 | level)  # here and below: a cast costs compiled code nothing, calling a NewType does
 
 
 def level_of(index: PoolIndex) -> int:
@@ -35,4 +35,4 @@ def level_of(index: PoolIndex) -> int:
 
 def slot_of(index: PoolIndex) -> Slot:
     """The slot inside that level's pool."""
-    return Slot(index >> 2)
+    return cast(Slot, index >> 2)

@@ -197,6 +197,19 @@ def test_a_replay_is_the_same_every_time() -> None:
     assert (first.hit_blocks, first.moves, first.dropped) == (second.hit_blocks, second.moves, second.dropped)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rules", [{}, {"keep_backing": False}, {"nvme_min_uses": 1}, {"nvme_max_depth": 6}],
+                         ids=["plain", "no backings", "min uses", "max depth"])
+def test_moves_that_end_at_once_leave_behind_what_moves_that_take_no_time_do(shape: str, rules: dict[str, object]) -> None:
+    """Those that take no time go the way of simulated time, one by one."""
+    trace = synthetic_trace(shape, 500, seed=4)
+    sizes = int(0.03 * trace.num_unique) + 20, int(0.1 * trace.num_unique) + 40, int(0.3 * trace.num_unique)
+    for policy in ("default", "lru"):
+        at_once = settings(*sizes, policy=policy, **rules)
+        one_by_one = settings(*sizes, policy=policy, **rules)
+        assert replay(trace, at_once) == replay(trace, ReplaySettings(sizes, one_by_one.rules, {(PRIMARY, SECONDARY): 0.0}))
+
+
 def test_what_is_kept_off_nvme_is_not_written_there() -> None:
     trace = synthetic_trace("chats", 900)
     everything = replay(trace, settings(60, 120, 600))

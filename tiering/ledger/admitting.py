@@ -5,7 +5,7 @@ Nothing that one request of a batch matched can be evicted by what another one t
 
 from __future__ import annotations
 
-from kvtier.pools.pool_index import PRIMARY, level_of
+from kvtier.pools.pool_index import LEVEL_BITS, PRIMARY, level_of
 from kvtier.tiering.ledger import prefill
 from kvtier.tiering.ledger.admission import AdmissionPlan, has_private_tail
 from kvtier.tiering.ledger.block import Block
@@ -52,7 +52,7 @@ def _claim(state: LedgerState, plan: AdmissionPlan, sequence: ActiveSequence, ta
         for position, block in enumerate(row):
             if block.id < 0:
                 continue
-            level = level_of(block.index)
+            level = block.index & LEVEL_BITS
             if level > levels[position]:  # a position counts for the slowest level that it comes from
                 levels[position] = level
     if plan.partial:
@@ -82,7 +82,7 @@ def _fill(state: LedgerState, plan: AdmissionPlan, sequence: ActiveSequence, tak
             continue
         if not plan.is_primary:
             for block in plan.rows[group]:
-                if level_of(block.index) != PRIMARY and block.id >= 0:
+                if block.index & LEVEL_BITS != PRIMARY and block.id >= 0:
                     allocator.promote(block)
         row.blocks.extend(plan.rows[group])
         if geometry.kind == WINDOW:

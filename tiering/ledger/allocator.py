@@ -41,8 +41,6 @@ class BlockAllocator(FileLevel):
         Raises:
             CapacityError: every primary handle is referenced. Callers look before, so that nothing is half done.
         """
-        if self.queues.num_free(PRIMARY) == 0:
-            raise CapacityError("no free primary block: all are referenced", 1, 0)
         block = self._vacate_front()
         if self.unconfirmed.by_block:
             self.unconfirmed.taken(block)
@@ -97,8 +95,11 @@ class BlockAllocator(FileLevel):
         return taken
 
     def _vacate_front(self) -> Block:
-        """The handle of the primary slot that is given up next, claimed and without content."""
-        block = cast(Block, self.queues.front(PRIMARY))
+        """The handle of the primary slot that is given up next, claimed and without content. Raises CapacityError when there is none."""
+        head = self.queues.front_list(PRIMARY)
+        if head is None:
+            raise CapacityError("no free primary block: all are referenced", 1, 0)
+        block = cast(Block, head.next)
         self.queues.claim(block)
         counters = self.counters
         counters.alloc_total += 1
@@ -167,7 +168,7 @@ class BlockAllocator(FileLevel):
         if block.ref_count == 0:
             if block.queue != NOT_QUEUED:
                 self.queues.claim(block)
-            elif self.busy:
+            elif block.file_uses > 0:
                 self._count_unreferenced(block, -1)
             if block.node is not None:
                 block.node.held[self.group] += 1
@@ -222,7 +223,6 @@ class BlockAllocator(FileLevel):
     def release_many(self, blocks: list[Block]) -> None:
         """:meth:`release` for each but placeholders, the last one first: so a prompt's tail is given up before its head."""
         queues = self.queues
-        anything_busy = self.num_busy[PRIMARY] > 0
         stamp: i64 = queues.next_stamp
         open_queue: i64 = NOT_QUEUED  # the list at whose back a run is being linked
         last: QueueRecord = self.placeholder
@@ -245,7 +245,9 @@ class BlockAllocator(FileLevel):
                 held_by = block.node
                 held = 0
             held += 1
-            if held_by is None or block.extra is not None or index & LEVEL_BITS != PRIMARY or (anything_busy and self.is_busy(block)):
+            extra = block.extra
+            if (held_by is None or index & LEVEL_BITS != PRIMARY or block.file_uses > 0
+                    or (extra is not None and (extra.duration != 0.0 or extra.expires_at != 0.0))):
                 if count > 0:
                     queues.appended(last, open_queue, count)
                     count = 0
@@ -281,11 +283,9 @@ class BlockAllocator(FileLevel):
 
     def _settle_released(self, block: Block) -> None:
         """Nobody references the block any more."""
-        is_busy = False
-        if self.busy and self.is_busy(block):
-            is_busy = True
+        if block.file_uses > 0:
             self._count_unreferenced(block, 1)
-        if is_busy or block.has_content:
+        if block.file_uses > 0 or block.has_content:
             self.add_content(block)
         else:
             self.drop_backings(block)
@@ -295,7 +295,7 @@ class BlockAllocator(FileLevel):
 
     def promote(self, block: Block) -> None:
         """Bring a block that is in no queue to the primary level. The lower copy stays as its backing where there is one to keep."""
-        level = level_of(block.index)
+        level = block.index & LEVEL_BITS
         if level == PRIMARY:
             return
         key = self.chain_key(block) if level == NVME else b""

@@ -45,6 +45,8 @@ class Block(QueueRecord):
 
     Attributes:
         generation: how often the slot that it has was given to a writer; it belongs to the slot and is exchanged with ``index``.
+        file_uses: how many Moves with one end in a file, and tools, use the slot that it has: not 0, and the slot is *busy*. Exchanged with
+            ``index``, too.
         ref_count: sequences and leases that hold it.
         node, position: its place in the reuse tree, if it has one.
         num_tokens: tokens of content while it is in the tree; 0 otherwise.
@@ -53,13 +55,14 @@ class Block(QueueRecord):
         owner: for a spare that is a backing, the block whose content it holds.
     """
 
-    __slots__ = ("generation", "id", "index", "node", "num_tokens", "position", "ref_count")
+    __slots__ = ("file_uses", "generation", "id", "index", "node", "num_tokens", "position", "ref_count")
 
     def __init__(self, block_id: BlockId, index: PoolIndex) -> None:
         super().__init__()
         self.id = block_id
         self.index = index
         self.generation: i64 = 0
+        self.file_uses: i64 = 0
         self.ref_count: i64 = 0
         self.node: Node | None = None
         self.position: i64 = 0

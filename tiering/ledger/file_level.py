@@ -6,7 +6,7 @@ from typing import Final, cast
 
 from kvtier.policies.eviction import BACKING, GRADE_LISTS, EvictionQueues
 from kvtier.policies.queue_record import NOT_QUEUED
-from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, PoolIndex, level_of, slot_of
+from kvtier.pools.pool_index import LEVEL_BITS, NVME, PRIMARY, SECONDARY, PoolIndex, level_of, slot_of
 from kvtier.tiering.ledger.block import Block, BlockExtra
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.levels import LevelTable
@@ -30,6 +30,7 @@ class FileLevel(LevelTable):
         arriving: by primary slot, the last Move into it, until it has ended.
         overtaken: numbers of earlier Moves into such slots that have not ended, though another one will write there.
         unconfirmed: blocks of this group computed from what had not arrived.
+        left_over: of what was to be written last, what is behind the block at which too many writes were in flight.
     """
 
     def __init__(self, group: int, num_blocks: tuple[int, int, int], tokens_per_block: int, queues: EvictionQueues, tree: ReuseTree,
@@ -40,6 +41,7 @@ class FileLevel(LevelTable):
         self.arriving: dict[PoolIndex, Move] = {}
         self.overtaken: set[int] = set()
         self.unconfirmed = UnconfirmedBlocks()
+        self.left_over: list[Block] = []
 
     # -- writing ---------------------------------------------------------------------------------------------------------
 
@@ -76,15 +78,18 @@ class FileLevel(LevelTable):
         """
         most = MAX_WRITES_IN_FLIGHT if self.num_blocks[SECONDARY] else MAX_PRIMARY_WRITES
         unconfirmed = self.unconfirmed.by_block
+        self.left_over = []
         is_complete = True
-        for block in blocks:
+        for position, block in enumerate(blocks):
             if len(unconfirmed) > 0 and block.id in unconfirmed:
                 is_complete = False  # a crash would leave it behind as if it were good
                 continue
-            if (block.nvme_backing is not None or block.queue == NOT_QUEUED or not self._may_be_kept(block)
+            extra = block.extra
+            if ((extra is not None and block.nvme_backing is not None) or block.queue == NOT_QUEUED or not self._may_be_kept(block)
                     or not self._is_worth_a_write(block)):
                 continue
             if self.writes_in_flight >= most:
+                self.left_over = blocks[position:]
                 return False
             source = block
             if level_of(block.index) == PRIMARY and self.num_blocks[SECONDARY]:
@@ -102,6 +107,15 @@ class FileLevel(LevelTable):
             self._set_busy(target)
             self.writes_in_flight += 1
         return is_complete
+
+    def write_on(self) -> bool:
+        """Right after the writes in flight have ended, and nothing else has happened: go on with what they kept from being written.
+        The next :meth:`write_ahead` would come to the same blocks, past all those before them. False when there is nothing."""
+        left_over = self.left_over
+        if not left_over:
+            return False
+        self.write_out(left_over, self.num_blocks[SECONDARY] == 0)
+        return True
 
     def _may_be_kept(self, block: Block) -> bool:
         """Whether this content may lie in a file at all: a full block whose key means the same after a restart."""
@@ -160,9 +174,9 @@ class FileLevel(LevelTable):
         if head.kind == BACKING:
             # A copy of a block that is higher up now spares a write when that comes down again: it goes when its time has come, like
             # content, not before all of it.
-            coldest = self.queues.coldest(NVME, 0, 1)
-            if coldest and (keep_backings or coldest[0].stamp < record.stamp):
-                record = coldest[0]
+            coldest = self.queues.coldest_content(NVME)
+            if coldest is not None and (keep_backings or coldest.stamp < record.stamp):
+                record = coldest
             elif keep_backings:
                 return None
         victim = cast(Block, record)
@@ -251,10 +265,10 @@ class FileLevel(LevelTable):
     def finished(self, move: Move) -> None:
         """A Move has ended well."""
         source, target = self._end_transfer(move)
-        if level_of(move.destination) == NVME:
+        if move.destination & LEVEL_BITS == NVME:
             self._end_write(source, target)
             return
-        if level_of(move.source) == NVME:
+        if move.source & LEVEL_BITS == NVME:
             if source.owner is None and not source.has_content:
                 self.moves.discard(self.group, slot_of(move.source))
             self._settle_after_busy(source)
@@ -304,10 +318,10 @@ class FileLevel(LevelTable):
 
     def _end_transfer(self, move: Move) -> tuple[Block, Block]:
         """The handles that have the two slots now; slots used by a file operation are so no longer."""
-        source_level = level_of(move.source)
-        source_slot = slot_of(move.source)
-        level = level_of(move.destination)
-        slot = slot_of(move.destination)
+        source_level = move.source & LEVEL_BITS
+        source_slot = move.source >> 2
+        level = move.destination & LEVEL_BITS
+        slot = move.destination >> 2
         if source_level == NVME or level == NVME:
             self._end_busy(source_level, source_slot)
             self._end_busy(level, slot)

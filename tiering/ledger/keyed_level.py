@@ -104,7 +104,7 @@ class KeyedLevel(FileLevel):
         if block.ref_count == 0:
             if block.queue != NOT_QUEUED:
                 self.queues.claim(block)
-            elif self.busy:
+            elif block.file_uses > 0:
                 self._count_unreferenced(block, -1)
         block.ref_count += 1
 
@@ -114,7 +114,7 @@ class KeyedLevel(FileLevel):
         block.ref_count -= 1
         if block.ref_count > 0:
             return
-        if self.busy and self.is_busy(block):
+        if block.file_uses > 0:
             self._count_unreferenced(block, 1)
             self.queues.note_release(block, self.now)
         elif block.warm_key:

@@ -10,7 +10,7 @@ from typing import cast
 
 from kvtier.policies.eviction import EvictionQueues
 from kvtier.policies.queue_record import NOT_QUEUED
-from kvtier.pools.pool_index import NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of, slot_of
+from kvtier.pools.pool_index import LEVEL_BITS, NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.moves import Move, MoveLog
@@ -112,7 +112,8 @@ class LevelTable(SlotTable):
                 node.lower[self.group] += 1
             elif new == PRIMARY:
                 node.lower[self.group] -= 1
-            self.events.level_changed(self.group, node.run, block.position, old, new)
+            if self.events.enabled:
+                self.events.level_changed(self.group, node.run, block.position, old, new)
 
     def _drop_span(self, node: Node, first: int, end: int) -> list[Block]:
         """Blocks ``[first, end)`` of one run, all there, without lower copies and in no queue, lose their content, the last one first."""
@@ -146,9 +147,9 @@ class LevelTable(SlotTable):
 
     def _swap_down(self, block: Block, target: Block) -> Block:
         """The order matters: both are claimed and the Move is written before the exchange, the block is queued after it."""
-        old = level_of(block.index)
+        old = block.index & LEVEL_BITS
         self._exchange(block, target)
-        self._publish_level(block, old, level_of(block.index))
+        self._publish_level(block, old, block.index & LEVEL_BITS)
         if block.extra is not None:
             self._requeue_nvme_backing(block)
         self.queues.note_use(block)  # not a release: its duration goes on
@@ -184,7 +185,7 @@ class LevelTable(SlotTable):
         return victim
 
     def _move(self, source: Block, target: Block, num_tokens: int, key: bytes) -> Move:
-        if level_of(target.index) != PRIMARY:  # a primary slot got its generation when it was taken
+        if target.index & LEVEL_BITS != PRIMARY:  # a primary slot got its generation when it was taken
             target.generation += 1
         content = source
         expiry = 0.0
@@ -199,34 +200,36 @@ class LevelTable(SlotTable):
 
     def _settle(self, handle: Block) -> None:
         """Queue an unreferenced handle that is in no queue as what it is; busy and quarantined ones wait."""
-        if handle.ref_count > 0 or handle.queue != NOT_QUEUED or self.is_busy(handle):
+        if handle.ref_count > 0 or handle.queue != NOT_QUEUED or handle.file_uses > 0:
             return
-        level = level_of(handle.index)
+        level = handle.index & LEVEL_BITS
         if level != PRIMARY:
             if level == NVME and self.quarantined and slot_of(handle.index) in self.quarantined:
                 return
             self._may_write_ahead = True
         if handle.node is not None:
             self.queues.restore_content(handle, level)
-        elif handle.extra is None:
-            self.queues.add_empty_last(handle, level)
-        elif handle.owner is not None:
-            self._queue_backing(handle, handle.owner)
+            return
+        owner = handle.owner
+        if owner is not None:
+            self._queue_backing(handle, owner)
         elif handle.warm_key:
             self.queues.restore_content(handle, level)
         else:
             self.queues.add_empty_last(handle, level)
 
     def _settle_after_busy(self, handle: Block) -> None:
-        if handle.ref_count == 0 and not handle.has_content and handle.owner is None and not self.is_busy(handle):
+        if handle.ref_count > 0 or handle.file_uses > 0:
+            return
+        if handle.extra is not None and not handle.has_content and handle.owner is None:
             self.drop_backings(handle)
         self._settle(handle)
 
     def _queue_backing(self, spare: Block, owner: Block) -> None:
         """The NVMe copy of a secondary block is what makes its slot clean, so nobody else may take it: giving it up for the next
         block to be written ahead would write the two in turns, for ever."""
-        level = level_of(spare.index)
-        if level == NVME and level_of(owner.index) != PRIMARY:
+        level = spare.index & LEVEL_BITS
+        if level == NVME and owner.index & LEVEL_BITS != PRIMARY:
             self.queues.add_kept_backing(spare, level)
         else:
             self.queues.note_use(spare)

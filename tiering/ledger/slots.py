@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, cast
 
-from kvtier.pools.pool_index import NUM_LEVELS, PoolIndex, level_of, pool_index, slot_of
+from kvtier.pools.pool_index import LEVEL_BITS, NUM_LEVELS, PoolIndex, pool_index
 from kvtier.tiering.ledger.block import Block
 from kvtier.types import BlockId
 
@@ -22,7 +22,6 @@ class SlotTable:
         holders: by level and slot, the handle that has the slot now.
         placeholder: stands in a sequence where it has no block (out of the window, no snapshot). It has no slot, is in no queue, and
             ``hold_many`` and ``release_many`` pass it over; no other verb takes it.
-        busy: by pool index, how many host-ordered Moves (one end is a file) and tools use the slot; slots in use only.
         num_busy: busy slots of each level.
         num_unreferenced_busy: those whose handle nobody references. On the primary level, total - free - these = referenced.
     """
@@ -32,7 +31,6 @@ class SlotTable:
         self.blocks: list[Block] = []
         self.holders: list[list[Block]] = [[] for _ in range(NUM_LEVELS)]
         self.placeholder = Block(BlockId(PLACEHOLDER_ID), PoolIndex(NOWHERE))
-        self.busy: dict[PoolIndex, int] = {}
         self.num_busy: list[int] = [0] * NUM_LEVELS
         self.num_unreferenced_busy: list[int] = [0] * NUM_LEVELS
         for level in range(NUM_LEVELS):
@@ -48,44 +46,54 @@ class SlotTable:
         return self.holders[level][slot].generation
 
     def is_busy(self, block: Block) -> bool:
-        busy = self.busy
-        return len(busy) > 0 and block.index in busy
+        return block.file_uses > 0
+
+    @property
+    def busy(self) -> dict[PoolIndex, int]:
+        """By pool index, how many file operations use the slot; slots in use only. For checks and tools: O(n)."""
+        return {block.index: int(block.file_uses) for block in self.blocks if block.file_uses > 0}
 
     def _exchange(self, left: Block, right: Block) -> None:
         """Each handle gets the other's slot, and with it the slot's generation."""
-        if self.busy:
+        is_busy = left.file_uses > 0 or right.file_uses > 0
+        if is_busy:
             self._count_unreferenced(left, -1)
             self._count_unreferenced(right, -1)
         index = left.index
+        other = right.index
         generation = left.generation
-        left.index = right.index
+        left.index = other
         left.generation = right.generation
         right.index = index
         right.generation = generation
-        self.holders[level_of(left.index)][slot_of(left.index)] = left
-        self.holders[level_of(index)][slot_of(index)] = right
-        if self.busy:
+        holders = self.holders
+        holders[other & LEVEL_BITS][other >> 2] = left
+        holders[index & LEVEL_BITS][index >> 2] = right
+        if is_busy:
+            uses = left.file_uses
+            left.file_uses = right.file_uses
+            right.file_uses = uses
             self._count_unreferenced(left, 1)
             self._count_unreferenced(right, 1)
 
     def _set_busy(self, block: Block) -> None:
-        uses = self.busy.get(block.index, 0)
-        self.busy[block.index] = uses + 1
-        if uses == 0:
-            self.num_busy[level_of(block.index)] += 1
-            self._count_unreferenced(block, 1)
+        if block.file_uses == 0:
+            level = block.index & LEVEL_BITS
+            self.num_busy[level] += 1
+            if block.ref_count == 0:
+                self.num_unreferenced_busy[level] += 1
+        block.file_uses += 1
 
     def _end_busy(self, level: int, slot: int) -> None:
-        index = pool_index(level, slot)
-        uses = self.busy[index]
-        if uses > 1:
-            self.busy[index] = uses - 1
-            return
-        self._count_unreferenced(self.holders[level][slot], -1)
-        self.num_busy[level] -= 1
-        del self.busy[index]
+        block = self.holders[level][slot]
+        assert block.file_uses > 0
+        block.file_uses -= 1
+        if block.file_uses == 0:
+            self.num_busy[level] -= 1
+            if block.ref_count == 0:
+                self.num_unreferenced_busy[level] -= 1
 
     def _count_unreferenced(self, block: Block, change: int) -> None:
         """Count a busy slot in or out, if nobody references its handle. Before its references or slot change, and after."""
-        if block.ref_count == 0 and block.index in self.busy:
-            self.num_unreferenced_busy[level_of(block.index)] += change
+        if block.ref_count == 0 and block.file_uses > 0:
+            self.num_unreferenced_busy[block.index & LEVEL_BITS] += change
