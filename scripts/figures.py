@@ -18,7 +18,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "performance.md"
 MEASUREMENTS = ROOT / "docs" / "measurements"
-SERVE_TABLE = runpy.run_path(str(Path(__file__).with_name("figures_serve.py")))["serve_table"]
+TABLES = {name: runpy.run_path(str(Path(__file__).with_name(f"figures_{name}.py")))[f"{name}_table"] for name in ("integrity", "serve")}
+"""Of commands whose rows are better read as a table of their own."""
 SECTION = re.compile(r"(<!-- figures: (?P<file>[\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -37,7 +38,8 @@ def section(file: Path) -> str:
               f"{machine['cores']} cores, {machine['kernel']}, Python {machine['python']}, GPU: {machine['gpu']}.")
     if "compiled" in config:
         origin += f" The ledger's modules were {'compiled' if config['compiled'] else 'plain Python'}."
-    lines = ["", origin, "", *(SERVE_TABLE(document) if config.get("command") == "serve" else table(document["results"])), ""]
+    own_table = TABLES.get(config.get("command"))
+    lines = ["", origin, "", *(own_table(document) if own_table else table(document["results"])), ""]
     lines += [f"* {note}" for note in config.get("notes", [])]
     lines += [f"* {loss}" for loss in config.get("losses", [])]
     lines += [f"* INVALID {row['name']}: {row['reason']}" for row in config.get("invalid", [])]
