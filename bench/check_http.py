@@ -32,7 +32,7 @@ class HttpEngine:
         probe_seconds: for the first, short request; a minute when None.
 
     Raises:
-        ConfigError: no such address, none of these models.
+        ConfigError: no such address, a key that cannot be one, none of these models.
         EngineTrouble: no server, no answer of vLLM, a key that is missing or wrong.
     """
 
@@ -41,6 +41,8 @@ class HttpEngine:
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None,
                  probe_seconds: float | None = None) -> None:
         self.name = self._url = server_url(url)
+        if api_key and not (api_key.isascii() and api_key.isprintable()):  # the message must not show it
+            raise ConfigError("--api-key or VLLM_API_KEY: holds a line end or a character that no key has; give the key alone")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         served = self._models()

@@ -20,6 +20,7 @@ import re
 import stat
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -73,6 +74,7 @@ class HandoverFolder:
         self.directory = expand(directory, "directory")
         self.capacity_bytes = int(size.amount)
         self._clock = clock
+        self._open_now: _OpenFolder | None = None
         self._is_memory = _SHARED_MEMORY in self.directory.parents
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -168,13 +170,15 @@ class HandoverFolder:
         return self._clock()
 
     @property
-    def identity(self) -> tuple[int, int] | None:
+    def identity(self) -> object | None:
         """Which folder it is: another one once it was deleted and made again. None while there is none, or it cannot be seen."""
         try:
-            found = os.stat(self.directory)
+            known, found = self._open_now, os.stat(self.directory)
+            if known is None or (known.device, known.number) != (found.st_dev, found.st_ino):
+                known = self._open_now = _OpenFolder(self.directory)
         except OSError:
             return None
-        return found.st_dev, found.st_ino
+        return known
 
     def remove(self, name: str, unless: Callable[[int], bool] = lambda _file: False) -> bool:
         """Remove a file that nobody is reading or writing. False when it was gone, somebody is, it can be no file of ours, or its content
@@ -287,6 +291,32 @@ class HandoverFolder:
         """Remove a file, whoever uses it. It stays usable to those who have it open."""
         with suppress(OSError):
             os.unlink(self.directory / name)
+
+
+class _OpenFolder:
+    """A folder, held open: until then its number is its own, which file systems give to the next folder once it is deleted.
+
+    Args:
+        directory: its path now.
+
+    Attributes:
+        device, number: of the file system, and in it.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, file)
+        found = os.fstat(file)
+        self.device, self.number = found.st_dev, found.st_ino
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _OpenFolder) and (self.device, self.number) == (other.device, other.number)
+
+    def __hash__(self) -> int:
+        return hash((self.device, self.number))
 
 
 @contextmanager

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
-from kvtier.io.byte_locks import is_locked, lock_byte
+from kvtier.io.byte_locks import is_locked, lock_byte, unlock_byte
 from kvtier.io.job_board import JobBoard
 from kvtier.pools.host_arena import ALIGNMENT, HostArena
 from kvtier.pools.host_memory import host_memory
@@ -120,6 +120,8 @@ class SharedArena:
         self.path = folder / f"{_PREFIX}{shape.engine_id}{_SUFFIX}"
         self.groups: list[HostArena | None] = []
         self._memory: mmap.mmap | None = None
+        self._part: int | None = None  # of the locks, and whose: a child that is forked has the same file open
+        self._owner = os.getpid()
         remove_stale(folder, self.path)
         self._file = _open(self.path, shape, time.monotonic() + timeout)
         try:
@@ -128,6 +130,7 @@ class SharedArena:
                 who = "index" if rank is None else f"worker of rank {rank}"
                 raise ConfigError(f"{self.path}: another {who} of engine_id={shape.engine_id!r} is running; give each engine an id of its "
                                   "own")
+            self._part = part
             self._memory = mmap.mmap(self._file, shape.num_bytes, flags=mmap.MAP_SHARED)
             whole: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
             count = JobBoard.num_words(shape.slots, shape.ranks, shape.copies)
@@ -173,6 +176,10 @@ class SharedArena:
             with suppress(BufferError):  # while a view exists; the mapping then ends with the last one
                 memory.close()
         if self._file >= 0:
+            if self._owner == os.getpid():  # a forked child may have it open for longer
+                if self._part is not None:
+                    unlock_byte(self._file, self._part)
+                _lock_file(self._file, fcntl.LOCK_UN)
             os.close(self._file)
             self._file = -1
 

@@ -59,6 +59,14 @@ def test_wrong_use_is_one_line_that_names_the_value_and_where_to_read_on(
     assert "--help" in err
 
 
+@pytest.mark.parametrize("file", ["a\nb.yaml", "a\x1b[2Jb.yaml", "a\rb.yaml"], ids=ascii)
+def test_a_file_of_any_name_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str) -> None:
+    code, out, err = ended(monkeypatch, capsys, "config", "check", file)
+    assert (code, out) == (2, "")
+    assert err.removesuffix("\n").isprintable()
+    assert ascii(file).strip("'") in err
+
+
 @pytest.mark.parametrize("group", GROUPS, ids=name)
 def test_a_group_without_a_command_shows_its_help_and_was_used_wrongly(
         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], group: tuple[str, ...]) -> None:

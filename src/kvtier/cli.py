@@ -160,6 +160,8 @@ def _terminated_in_order() -> Iterator[None]:
 
 
 def _leave(message: str, code: int) -> NoReturn:
+    if code == USED_WRONGLY:  # files and values may have any characters; other messages may hold what another program has written
+        message = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in message)
     print(f"kvtier: {message}", file=sys.stderr)
     sys.exit(code)
 

@@ -241,6 +241,13 @@ def test_options_that_cannot_be_used_are_refused(options: dict[str, Any]) -> Non
         CheckOptions(**options).check()
 
 
+@pytest.mark.parametrize("key", ["s3cret\n", "s3cret\r\n", "s3cret\0", "s3crét"], ids=ascii)
+def test_a_key_that_can_be_none_is_refused_and_not_shown(serve: Serve, key: str) -> None:
+    with pytest.raises(ConfigError, match="--api-key or VLLM_API_KEY: holds a line end") as refused:
+        HttpEngine(serve().url, api_key=key)
+    assert "s3cr" not in str(refused.value)
+
+
 def test_addresses() -> None:
     for text in ("127.0.0.1:8000", "http://127.0.0.1:8000/", "http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/v1/"):
         assert server_url(text) == "http://127.0.0.1:8000"

@@ -71,6 +71,33 @@ def test_a_rank_that_has_gone_is_known_to_have_gone(tmp_path: Path, opened: list
     assert index.board.has_opened(0)
 
 
+@pytest.mark.parametrize("part", [None, 0], ids=["index", "worker"])
+def test_what_is_closed_is_given_back_though_a_child_has_it_open(tmp_path: Path, opened: list[SharedArena], part: int | None) -> None:
+    closed, other = open_in(tmp_path, opened, part), open_in(tmp_path, opened, 0 if part is None else None)
+    held = os.dup(closed._file)  # what a child has that was forked meanwhile
+    try:
+        closed.close()
+        assert not (other.has_index if part is None else other.is_alive(0))
+        other.close()
+        assert remove_stale(tmp_path) == 1
+    finally:
+        os.close(held)
+
+
+def test_a_forked_child_that_closes_it_takes_nothing_from_its_parent(tmp_path: Path, opened: list[SharedArena],
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    index, worker = open_in(tmp_path, opened), open_in(tmp_path, opened, 0)
+    parents = os.dup(index._file)
+    try:
+        with monkeypatch.context() as child:
+            child.setattr(os, "getpid", lambda: 1)
+            index.close()
+        assert worker.has_index
+        assert remove_stale(tmp_path) == 0
+    finally:
+        os.close(parents)
+
+
 def test_another_shape_under_the_same_name_is_refused(tmp_path: Path, opened: list[SharedArena]) -> None:
     open_in(tmp_path, opened)
     with pytest.raises(ConfigError, match="another arena than this one's"):

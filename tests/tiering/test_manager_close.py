@@ -52,6 +52,13 @@ def test_closing_waits_for_stores_that_are_under_way(make_cache: MakeCache) -> N
     assert cache.stats().nvme.evictable_blocks > 0
 
 
+@pytest.mark.parametrize("timeout", [float("inf"), 1e12, 10 ** 30], ids=str)
+def test_closing_may_be_given_any_amount_of_time(make_cache: MakeCache, timeout: float) -> None:
+    cache = make_cache(8, 8, 16)
+    cache.close(timeout)
+    make_cache(8, 8, 16)  # the folder is free
+
+
 async def test_ready_says_when_the_cache_is_closed_meanwhile(warm_cache: WarmCache) -> None:
     cache = warm_cache(delays(READ, 4.0))
     cache.add_sequence(Request(1, PROMPT[:5]))

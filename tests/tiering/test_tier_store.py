@@ -323,6 +323,13 @@ def test_a_store_whose_copy_hung_while_it_was_closed_can_be_closed_again(make: C
     assert make(**nvme(tmp_path / "store")).count(keys(1)) == 0, "the folder is free"
 
 
+@pytest.mark.parametrize("timeout", [float("inf"), 1e12, 10 ** 30], ids=str)
+def test_closing_may_be_given_any_amount_of_time(make: Callable[..., TierStore], tmp_path: Path, timeout: float) -> None:
+    store = make(**nvme(tmp_path / "store"))
+    store.close(timeout)
+    assert store.index._everything_let_go
+
+
 def test_a_call_whose_end_fails_is_over_all_the_same(make: Callable[..., TierStore], monkeypatch: pytest.MonkeyPatch) -> None:
     store = make()
 

@@ -118,14 +118,15 @@ class BlockExporter:
         self.folder.collect()
         ended: list[EndedHandover] = []
         with self._lock:
-            outstanding, self._outstanding = self._outstanding, []
-            for ticket, identity in outstanding:
+            outstanding: list[tuple[HandoverTicket, object]] = []
+            for ticket, identity in self._outstanding:
                 [piece] = ticket.pieces
                 if piece.file and self.folder.has(piece.file):
-                    self._outstanding.append((ticket, identity))
+                    outstanding.append((ticket, identity))
                 else:
                     is_same = not piece.file or (identity is not None and identity == self.folder.identity)
                     ended.append(EndedHandover(ticket, is_same and self.folder.now() <= ticket.deadline))
+            self._outstanding = outstanding
         return ended
 
     def withdraw(self, ticket: HandoverTicket | str | bytes) -> bool:

@@ -107,13 +107,15 @@ def test_who_polls_while_a_handover_is_withdrawn_does_not_see_it_taken(prefill: 
 
 
 @both_folders
-@pytest.mark.parametrize("becomes", ["nothing", "another one"])
+@pytest.mark.parametrize("becomes", ["nothing", "another one", "another one while it is elsewhere"])
 def test_a_folder_that_is_gone_was_not_taken(becomes: str, prefill: Make, decode: Make, folder: HandoverFolder) -> None:
     here, there = decode(), prefill()
     known, ticket = there.hand_over(PROMPT)
     here.importer.offer(ticket)
-    if becomes == "nothing":
+    if becomes != "another one while it is elsewhere":
         shutil.rmtree(folder.directory)
+        if becomes == "another one":
+            folder.directory.mkdir(mode=0o700)
     else:
         shutil.move(folder.directory, folder.directory.with_name("moved-" + folder.directory.name))
         folder.directory.mkdir(mode=0o700)
