@@ -73,7 +73,7 @@ class _Loading:
 
 @dataclass(frozen=True)
 class _Begun:
-    """When a request began: after how many resets."""
+    """When a request last had nothing computed: after how many resets."""
 
     reset_count: int
 
@@ -116,6 +116,8 @@ class TieredManager(OffloadingManager):
     # -- finding and loading ---------------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if self._resets:  # vLLM looks up what it has nothing of: also a request that the reset made it compute again
+            req_context.set_state(_Begun(self._resets))
         return RESULTS[self.index.key_state(req_context.req_id, get_offload_block_hash(key), self._groups[get_offload_group_idx(key)])]
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
@@ -147,8 +149,8 @@ class TieredManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Never None: vLLM would ask again in every step of the request. What has no room now is left out, and counted.
 
-        A request that ran through a reset stores nothing any more: vLLM resets the tier under running requests, too, and part of what
-        theirs hold may be of the weights that the reset was for.
+        A request that ran through a reset stores nothing until it is computed again: vLLM resets the tier under running requests, too,
+        and part of what they hold may be of the weights that the reset was for.
         """
         chosen: list[OffloadKey] = []
         parts = []

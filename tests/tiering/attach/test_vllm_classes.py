@@ -255,12 +255,14 @@ def test_after_a_reset_nothing_is_found_and_late_reports_change_nothing(rig: Rig
     assert rig.store(rig.request("later"), [rig.key(0)], [0, 1], [2, 0], [0, 0]) == [rig.key(0)]
 
 
-def test_a_request_that_ran_through_a_reset_stores_nothing_any_more(rig: Rig) -> None:
+def test_a_request_that_ran_through_a_reset_stores_nothing_until_it_is_computed_again(rig: Rig) -> None:
     """Its keys and values may be of the weights that the reset was for."""
     running = rig.request("running")
     rig.manager.reset_cache()
     assert rig.manager.prepare_store([rig.key(0)], running).keys_to_store == []
     assert rig.look(rig.request("after"), rig.key(0)) is rig.state.MISS
+    assert rig.look(running, rig.key(0)) is rig.state.MISS  # pre-empted: it starts again with what is found now
+    assert rig.store(running, [rig.key(0)], [0, 1], [2, 0], [0, 0]) == [rig.key(0)]
 
 
 def test_a_requests_wishes_reach_the_tier(rig: Rig) -> None:
