@@ -139,7 +139,8 @@ class LockedTier(Generic[LedgerT]):
 
         May be called again: what something hanging did not let go of the first time is then tried again.
         """
-        deadline = time.monotonic() + arguments.seconds("timeout", timeout)
+        timeout = arguments.seconds("timeout", timeout)
+        deadline = time.monotonic() + timeout
         if not self._close_lock.acquire(timeout=timeout):
             return  # another thread is at it: it must not find its transfers closed in the middle
         try:

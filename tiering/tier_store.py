@@ -194,7 +194,8 @@ class TierStore:
     def close(self, timeout: float = 10.0) -> None:
         """Write to NVMe what is only in host memory, as far as half of ``timeout`` seconds suffices, and let go of everything. Calls in
         flight end early. May be called again: what a hanging call did not let go of the first time is then tried again."""
-        deadline = time.monotonic() + arguments.seconds("timeout", timeout)
+        timeout = arguments.seconds("timeout", timeout)
+        deadline = time.monotonic() + timeout
         if not self._closing.acquire(timeout=timeout):
             return  # another thread is at it
         try:

@@ -323,6 +323,12 @@ def test_a_store_whose_copy_hung_while_it_was_closed_can_be_closed_again(make: C
     assert make(**nvme(tmp_path / "store")).count(keys(1)) == 0, "the folder is free"
 
 
+def test_a_store_may_be_given_all_the_time_there_is_to_close(make: Callable[..., TierStore]) -> None:
+    store = make()
+    store.close(float("inf"))
+    assert store.index._everything_let_go
+
+
 def test_a_call_whose_end_fails_is_over_all_the_same(make: Callable[..., TierStore], monkeypatch: pytest.MonkeyPatch) -> None:
     store = make()
 
