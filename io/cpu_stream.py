@@ -24,7 +24,8 @@ _PATIENCE: Final = 0.5
 
 _LONGEST_TURN: Final = 0.001
 """Seconds for which a thread makes way for a worker that has not woken up yet: some 50 microseconds are usual, and on a machine whose
-cores are all busy nobody knows when the worker will be given one."""
+cores are all busy nobody knows when the worker will be given one. To go on the thread needs the GIL again, as after everything that gives
+it up: beside Python threads that never do, that takes a switch interval (5 ms) for each of them."""
 
 
 class CpuEvent:

@@ -7,11 +7,10 @@ same to ``RowCopier`` once a row is one layer of one block, so that a batch of b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
-from kvtier.io.row_copier import Call, Numbers, RowCopier, Rows
+from kvtier.io.row_copier import Call, Numbers, RowCopier, Rows, strided_copy
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class LayerCopier:
         """The calls that copy these blocks; see :meth:`RowCopier.plan`."""
         if self._cubes is not None:  # the layers of one block by one strided copy
             source, destination = self._cubes
-            return [partial(np.copyto, destination[:, to_slot], source[:, from_slot])
+            return [strided_copy(destination[:, to_slot], source[:, from_slot])
                     for from_slot, to_slot in zip(sources.tolist(), destinations.tolist(), strict=True)]
         if self._pages is None:
             return [call for copier in self._by_layer for call in copier.plan(sources, destinations)]

@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Call = Callable[[], object]
 Rows = npt.NDArray[np.uint8]
@@ -114,6 +115,16 @@ class RowCopier:
         longest = self._call_rows
         return [(first, min(first + longest, end), int(numbers[first])) for start, end in zip(starts, ends, strict=True)
                 for first in range(start, end, longest)]
+
+
+def strided_copy(destination: Rows, source: Rows) -> Call:
+    """The call that copies one array of any strides to another of its shape; they have no byte in common.
+
+    Blocks of one layer-first pool lie between one another. numpy takes that for an overlap and copies twice; torch does not look.
+    """
+    if np.may_share_memory(destination, source):
+        return partial(torch.from_numpy(destination).copy_, torch.from_numpy(source))
+    return partial(np.copyto, destination, source)
 
 
 def _parts(rows: int, row_bytes: int) -> int:

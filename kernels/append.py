@@ -27,7 +27,7 @@ def write_kv(pages: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None,
 
     Token i of sequence ``s = sequence_of_token[i]`` goes to entry ``positions[i] % tokens_per_block`` of the page
     ``table[s, field, positions[i] // tokens_per_block] + layer * kv_factor``. Two tokens of one call must not have the
-    same place.
+    same place, and what is written must not lie in the memory of the pages: tokens are written in no order.
 
     Args:
         pages: ``[num_pages, heads, tokens_per_block, head_dim]``, any strides, changed in place. A floating-point dtype;

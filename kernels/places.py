@@ -156,7 +156,8 @@ class TokenPlaces:
             entries, limit = table[runs.rows, :, runs.blocks], num_pages - layer_offset
             runs = runs.select(np.all((entries >= 0) & (entries < limit), axis=1))
             if self.first_writable is not None:
-                shared = np.clip(self.first_writable.numpy()[runs.rows] - runs.positions, 0, runs.lengths)
+                ends = runs.positions + runs.lengths
+                shared = np.clip(self.first_writable.numpy()[runs.rows], runs.positions, ends) - runs.positions   # no overflow
                 runs = runs._replace(starts=runs.starts + shared, lengths=runs.lengths - shared, positions=runs.positions + shared)
                 runs = runs.select(runs.lengths > 0)
         keys, values = table[runs.rows, 0, runs.blocks], table[runs.rows, 1, runs.blocks]

@@ -54,13 +54,14 @@ def _assign(pages: torch.Tensor, numbers: Numbers, runs: PageRuns, rows: torch.T
     page_stride, head_stride, token_stride, dim_stride = pages.stride()
     size, unit = pages.element_size(), math.gcd(page_stride, head_stride, token_stride, dim)
     # The widest element that all rows begin and end at in the pages; rows that do not come so are copied.
-    element = next((kind for kind in _ELEMENTS if math.gcd(unit, pages.storage_offset()) * size % kind.itemsize == 0), None)
+    alignment = math.gcd(unit * size, _alignment(pages))
+    element = next((kind for kind in _ELEMENTS if alignment % kind.itemsize == 0), None)
     if dim_stride != 1 or element is None:
         target = pages.view(torch.uint8) if size == 1 else pages
         numbers, inside = np.repeat(numbers, runs.lengths), spread(runs.inside, runs.lengths, len(rows))
         target[torch.from_numpy(numbers), :, torch.from_numpy(inside)] = rows.contiguous().view(target.dtype)
         return
-    if rows.stride(2) != 1 or math.gcd(rows.storage_offset(), *rows.stride()[:2]) * size % element.itemsize:
+    if rows.stride(2) != 1 or math.gcd(_alignment(rows), *(stride * size for stride in rows.stride()[:2])) % element.itemsize:
         rows = rows.clone(memory_format=torch.contiguous_format)
     first = numbers * (page_stride // unit) + runs.inside * (token_stride // unit)
     places = torch.from_numpy(spread(first, runs.lengths, len(rows), token_stride // unit))
@@ -71,6 +72,12 @@ def _assign(pages: torch.Tensor, numbers: Numbers, runs: PageRuns, rows: torch.T
         rows, heads = rows.view(-1, 1, dim), 1
     beginning = pages.as_strided((begins, heads, dim), (unit, head_stride, 1))
     _as(beginning, element).index_copy_(0, places, _as(rows, element))
+
+
+def _alignment(rows: torch.Tensor) -> int:
+    """Bytes that the first number lies at a multiple of, in the process's memory and in the storage. Memory that is not torch's own (an
+    array's slice, a mapped file) may begin anywhere, and wide elements that are not aligned may end the process."""
+    return math.gcd(rows.data_ptr(), rows.storage_offset() * rows.element_size())
 
 
 def _as(rows: torch.Tensor, element: torch.dtype) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -153,6 +154,28 @@ def test_other_threads_run_while_blocks_are_copied(pairs: list[tuple[int, int]],
     calls = copier.plan(pairs, num_tokens)
     # On a busy machine the other thread may wake up too late to be seen, but it is never seen when the GIL was kept.
     assert any(another_thread_runs_beside(calls) for _ in range(500))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 8], ids=["whole", "partial"])
+@pytest.mark.parametrize("layer_first", [False, True])
+def test_a_block_that_is_copied_within_a_pool_is_copied_once(layer_first: bool, num_tokens: int) -> None:
+    """The blocks of a layer-first pool lie between one another: that is no overlap, and no reason for a copy in between."""
+    group = KVLayout.uniform(num_layers=8, num_kv_heads=8, head_dim=128, dtype="float32", tokens_per_block=16).groups[0]  # 1 MiB
+    pool = PrimaryPool(group, SLOTS, "cpu", layer_first)
+    pool.sections[0].tensor.normal_(generator=torch.Generator().manual_seed(1))
+    expected = pool.sections[0].tensor.clone()
+    tokens = slice(num_tokens or None)
+    expected[7, ..., tokens, :] = expected[2, ..., tokens, :]
+    calls = HostCopier(pool, pool, group).plan([(2, 7)], num_tokens)
+    tracemalloc.start()
+    try:
+        for call in calls:
+            call()
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < group.block_bytes // 16
+    assert torch.equal(pool.sections[0].tensor, expected)
 
 
 def another_thread_runs_beside(calls: list[row_copier.Call]) -> bool:

@@ -148,7 +148,7 @@ MISTAKES: Final = [
         "a reused block is written",
         ("places.py", "wrong = runs.positions < first ", "wrong = runs.positions < 0 ",
          "test_fused_write::test_a_reused_block_is_never_written"),
-        ("places.py", "runs.positions, 0, runs.lengths)", "runs.positions, 0, 0)",
+        ("places.py", "runs.positions, ends)", "runs.positions, runs.positions)",
          "test_append::test_what_is_reused_is_left_out_and_the_rest_is_written"),
         ("triton_append.py", "placed & (position >= tl.load(first_writable", "placed & (position >= 0 * tl.load(first_writable",
          GPU_WRITE)),

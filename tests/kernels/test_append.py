@@ -89,6 +89,25 @@ def test_pages_may_have_gaps_between_the_numbers_of_a_row(paged, same_bits):
     assert bool(memory[..., 1::2].isnan().all())
 
 
+@pytest.mark.parametrize("num_bytes", [1, 2, 8])
+@pytest.mark.parametrize("moved", ["pages", "rows"])
+def test_memory_that_is_not_torchs_own_may_begin_anywhere(paged, same_bits, moved, num_bytes):
+    """An array's slice, a mapped file: its storage begins there, and its offset says nothing."""
+    def moved_by(numbers):
+        array = torch.empty(numbers.nbytes + 64, dtype=torch.uint8).numpy()
+        begin = -array.ctypes.data % 64 + num_bytes
+        return torch.from_numpy(array[begin:begin + numbers.nbytes]).view(numbers.dtype).view(numbers.shape).copy_(numbers)
+
+    shape = {"dtype": torch.float16, "heads": 1, "head_dim": 8, "tokens_per_block": 16}   # a row is one element of 16 bytes
+    batch, expected = paged([600], **shape), paged([600], **shape).write_without_kernel()
+    key, value, sequences, positions = all_tokens(batch)
+    pages = moved_by(batch.pages) if moved == "pages" else batch.pages
+    if moved == "rows":
+        key, value = moved_by(key), moved_by(value)
+    write_kv(pages, key, value, batch.table, sequences, positions, **batch.address)
+    assert same_bits(pages, expected.pages)
+
+
 def test_a_token_of_no_sequence_is_skipped(paged, same_bits):
     batch, expected = paged([3, 2]), paged([3, 2]).write_without_kernel()
     key, value, sequences, positions = all_tokens(batch)

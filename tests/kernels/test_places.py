@@ -68,6 +68,18 @@ def test_within_a_run_only_what_is_shared_is_left_out(paged, same_bits):
     assert same_bits(batch.blocks, expected.blocks)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("first", "written"), [("min", 80), ("max", 0)])
+def test_nothing_and_everything_may_be_shared_whatever_number_says_so(paged, same_bits, dtype, first, written):
+    batch, expected = paged([80], tokens_per_block=16), paged([80], tokens_per_block=16)
+    if written:
+        expected.write_without_kernel()
+    first_writable = torch.tensor([getattr(torch.iinfo(dtype), first)], dtype=dtype)
+    write_kv(batch.pages, batch.keys[0], batch.values[0], batch.table, torch.zeros(80, dtype=dtype), torch.arange(80, dtype=dtype),
+             **batch.address, first_writable=first_writable, check_values=False)
+    assert same_bits(batch.blocks, expected.blocks)
+
+
 @pytest.mark.parametrize(("name", "token", "number", "message"), [
     ("rows", 70, 3, "sequence_of_token[70]=3: the table has 1 sequences"),
     ("positions", 70, 10**6, "positions[70]=1000000 (sequence 0)"),
