@@ -78,8 +78,8 @@ class Figures:
             return cls(name, str(document["kvtier"]), dict(document["machine"]), {key: dict(each) for key, each in configs.items()},
                        {row.name: row for row in rows}, {str(row["name"]): str(row["reason"]) for row in config.get("invalid", ())})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{name}: not the figures of a benchmark ({error!r}); name a file that kvtier bench ... --json has "
-                              "written") from error
+            raise ConfigError(f"{name}: these are not figures of kvtier bench; name a file that "
+                              "kvtier bench ... --json has written") from error
 
     def only(self, commands: Sequence[str]) -> Figures:
         """Of these benchmarks alone. ConfigError where there are none of them."""

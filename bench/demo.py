@@ -86,7 +86,7 @@ def run_demo(device: str = "cpu", model: Path | None = None, config: Path | None
         console.print(f"{plan.users} users x {plan.turns} turns, {plan.shared_tokens} tokens of prompt in common; "
                       f"{plan.working_set_blocks} blocks of different content. Primary {tiered.primary}, secondary "
                       f"{tiered.secondary}, NVMe {tiered.nvme} in {tiered.nvme_directory}. "
-                      f"Up to {tiered.max_batch_size} requests at a time.")
+                      f"Up to {tiered.max_batch_size} request{'s' if tiered.max_batch_size > 1 else ''} at a time.")
         if not plan.is_quarter:
             console.print("(so few users that a quarter of their blocks would not hold one request: primary is larger)")
         try:

@@ -91,7 +91,7 @@ def parse_size(text: object, name: str) -> Size:
         return Size(SizeKind.BLOCKS, number, text)
     if unit == "%":
         if number > 100:
-            raise ConfigError(f"{name}={shown(text)}: a share of what is free is at most 100%")
+            raise ConfigError(f"{name}={shown(text)}: a share is at most 100%")
         return Size(SizeKind.SHARE, number / 100, text)
     num_bytes = math.floor(number * _BYTE_UNITS[unit])
     if num_bytes > MAX_BYTES:

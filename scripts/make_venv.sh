@@ -38,6 +38,7 @@ if nvidia-smi >/dev/null 2>&1; then  # a GPU: torch with CUDA, as the newest tor
 fi
 step "installing kvtier[$extras] and all it needs (torch is $torch); minutes"
 "$venv/bin/python" -m pip install --quiet "${constraints[@]}" -e ".[$extras]"
+printf 'installed torch %s\n' "$("$venv/bin/python" -c 'import torch; print(torch.__version__)')"
 
 # The demo's model is a file inside this package. What the package itself depends on compiles llama.cpp, which kvtier does
 # not use, so the package is installed alone.

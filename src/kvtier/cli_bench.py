@@ -67,7 +67,7 @@ def bench_load(directory: Directory = None, json: JsonFile = None, plot: PlotFil
                quick: Quick = False) -> None:
     """Time to first token of a stored prefix, loaded or computed.
 
-    The tier decides, beside always computing and always loading. Takes minutes; --quick about 1.
+    The tier decides, beside always computing and always loading. Takes about 1 minute; --quick some seconds.
     """
     _run_of_family("load", directory, "cpu", json, plot, compare, quick)
 
@@ -78,7 +78,7 @@ def bench_integrity(directory: Directory = None, json: JsonFile = None, plot: Pl
     """Crashes and damage: blocks lost, wrong bytes served.
 
     Kills, flipped bits, torn and misdirected writes, a full drive. Exit code 1 if a wrong byte is served, or more is lost than may be.
-    Takes minutes; --quick about 1.
+    Takes about 2 minutes; --quick less than 1.
     """
     _run_of_family("integrity", directory, "cpu", json, plot, compare, quick)
 

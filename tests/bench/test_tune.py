@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -144,6 +145,22 @@ def test_the_command_says_what_each_size_buys_and_writes_figures_and_a_configura
     assert config.secondary == f"{int(rows['tune/secondary'])} B"
     assert config.policy == "default"
     assert config.nvme_directory == tmp_path / 'a "folder"', "wherever the engine is started"
+
+
+def test_sparing_the_drive_is_offered_with_what_it_costs_and_not_done_by_itself(tmp_path: Path) -> None:
+    """The file is what was replayed. What would make the drive last longer stands beside it, replayed as well."""
+    console = Console(record=True, width=300)
+    config_file = tmp_path / "tier.yaml"
+    run_tune(options(tmp_path, config_file=config_file, endurance="1TB"), console)
+    said = console.export_text()
+    [offered] = [line for line in said.splitlines() if line.startswith("with nvme_min_uses: 1 the drive ")]
+    reused = re.search(r"replayed with these sizes: ([\d.]+) %", said)
+    assert reused
+    assert f"are reused instead of {reused[1]} %" in offered
+    assert TierConfig.from_file(config_file).nvme_min_uses == 0
+    assert f"{offered}:\n# nvme_min_uses: 1\n" in config_file.read_text()
+    run_tune(options(tmp_path, config_file=config_file, endurance="900000TB"), console)
+    assert "nvme_min_uses" not in config_file.read_text(), "a drive that lasts needs no sparing"
 
 
 def test_a_speed_that_was_not_measured_is_said_with_what_to_do_where_the_level_is(tmp_path: Path) -> None:
