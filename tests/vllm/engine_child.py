@@ -94,14 +94,20 @@ class ChildEngine:
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
 
     def sleep_and_wake(self, prompts: list[list[int]], steps: int) -> None:
-        """Put the scheduler to sleep in the middle of these requests, as ``LLM.sleep(1)`` does before it frees memory, and wake it."""
+        """Put the scheduler to sleep in the middle of these requests, as ``LLM.sleep(1)`` does before it frees memory, and wake it.
+
+        Not while a load is under way: then vLLM cannot clear its cache, and raises.
+        """
         from vllm import SamplingParams
+        from vllm.v1.request import RequestStatus
         names = [f"asleep-{number}" for number in range(len(prompts))]
         for name, prompt in zip(names, prompts, strict=True):
             self.engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=50, detokenize=False))
         for _ in range(steps):
             self.engine.step()
         core = self.engine.engine_core.engine_core
+        while any(request.status == RequestStatus.WAITING_FOR_REMOTE_KVS for request in core.scheduler.requests.values()):
+            self.engine.step()
         core.pause_scheduler(mode="abort", clear_cache=True)
         core.resume_scheduler()
         self.engine.abort_request(names)  # in one process, nobody tells the engine's front that the scheduler has ended them
