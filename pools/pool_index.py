@@ -12,6 +12,7 @@ from kvtier.types import Slot
 PoolIndex = NewType("PoolIndex", int)
 """``slot * 4 + level``."""
 LEVEL_BITS: Final = 3
+SLOT_SHIFT: Final = 2
 SLOT_STEP: Final = 4
 """Between the indices of neighbouring slots of one level."""
 
@@ -25,7 +26,7 @@ LEVEL_NAMES: Final = ("primary", "secondary", "nvme")
 
 def pool_index(level: int, slot: int) -> PoolIndex:
     """Pack a level (0, 1, 2) and a slot of that level."""
-    return cast(PoolIndex, slot << 2 | level)  # here and below: a cast costs compiled code nothing, calling a NewType does
+    return cast(PoolIndex, slot << SLOT_SHIFT | level)  # here and below: a cast costs compiled code nothing, calling a NewType does
 
 
 def level_of(index: PoolIndex) -> int:
@@ -35,4 +36,4 @@ def level_of(index: PoolIndex) -> int:
 
 def slot_of(index: PoolIndex) -> Slot:
     """The slot inside that level's pool."""
-    return cast(Slot, index >> 2)
+    return cast(Slot, index >> SLOT_SHIFT)

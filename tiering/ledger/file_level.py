@@ -6,7 +6,7 @@ from typing import Final, cast
 
 from kvtier.policies.eviction import BACKING, GRADE_LISTS, EvictionQueues
 from kvtier.policies.queue_record import NOT_QUEUED
-from kvtier.pools.pool_index import LEVEL_BITS, NVME, PRIMARY, SECONDARY, PoolIndex, level_of, slot_of
+from kvtier.pools.pool_index import LEVEL_BITS, NVME, PRIMARY, SECONDARY, SLOT_SHIFT, PoolIndex, level_of, slot_of
 from kvtier.tiering.ledger.block import Block, BlockExtra
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.levels import LevelTable
@@ -319,9 +319,9 @@ class FileLevel(LevelTable):
     def _end_transfer(self, move: Move) -> tuple[Block, Block]:
         """The handles that have the two slots now; slots used by a file operation are so no longer."""
         source_level = move.source & LEVEL_BITS
-        source_slot = move.source >> 2
+        source_slot = move.source >> SLOT_SHIFT
         level = move.destination & LEVEL_BITS
-        slot = move.destination >> 2
+        slot = move.destination >> SLOT_SHIFT
         if source_level == NVME or level == NVME:
             self._end_busy(source_level, source_slot)
             self._end_busy(level, slot)

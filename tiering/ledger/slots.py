@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, cast
 
-from kvtier.pools.pool_index import LEVEL_BITS, NUM_LEVELS, PoolIndex, pool_index
+from kvtier.pools.pool_index import LEVEL_BITS, NUM_LEVELS, SLOT_SHIFT, PoolIndex, pool_index
 from kvtier.tiering.ledger.block import Block
 from kvtier.types import BlockId
 
@@ -67,8 +67,8 @@ class SlotTable:
         right.index = index
         right.generation = generation
         holders = self.holders
-        holders[other & LEVEL_BITS][other >> 2] = left
-        holders[index & LEVEL_BITS][index >> 2] = right
+        holders[other & LEVEL_BITS][other >> SLOT_SHIFT] = left
+        holders[index & LEVEL_BITS][index >> SLOT_SHIFT] = right
         if is_busy:
             uses = left.file_uses
             left.file_uses = right.file_uses
