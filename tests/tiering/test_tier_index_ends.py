@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tier_rig import PATIENCE, TierRig, keys, on_nvme, until
+from tier_rig import PATIENCE, TierRig, keys, on_nvme
 
 from kvtier.tiering.tier_messages import KeyState
 
@@ -115,12 +115,7 @@ def test_nothing_stays_held_whatever_ends_in_whichever_state(tmp_path: Path, sta
                 rig.index.complete(number)
         rig.index.abort("reader")
 
-        def is_over() -> bool:
-            rig.index.poll()
-            stats = rig.index.stats()
-            return not (stats.jobs or stats.abandoned_jobs or rig.index.has_work)
-
-        until(is_over)
+        rig.until_over()
         stats = rig.index.stats()
         assert (stats.leases, stats.requests, stats.secondary.used_blocks, stats.secondary.busy_blocks) == (0, 0, 0, 0)
         expected = 0 if "reset" in end else COUNT

@@ -138,12 +138,7 @@ def test_a_rush_loads_right_bytes_and_holds_nothing_at_its_end(tmp_path: Path, s
             assert not thread.is_alive()
         assert not failures, failures[0]
 
-        def is_over() -> bool:
-            rig.index.poll()
-            stats = rig.index.stats()
-            return not (stats.jobs or stats.abandoned_jobs or rig.index.has_work)
-
-        until(is_over)
+        rig.until_over()
         stats = rig.index.stats()
         assert (stats.leases, stats.secondary.used_blocks, stats.secondary.busy_blocks) == (0, 0, 0)
         assert sum(engine.num_loaded for engine in engines) > 5

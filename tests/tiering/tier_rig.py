@@ -127,6 +127,15 @@ class TierRig:
 
         until(is_quiet)
 
+    def until_over(self) -> None:
+        """Step on until no job is left either, given up or not."""
+        def is_over() -> bool:
+            self.index.poll()
+            stats = self.index.stats()
+            return not (stats.jobs or stats.abandoned_jobs or self.index.has_work)
+
+        until(is_over)
+
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
