@@ -5,6 +5,7 @@ from __future__ import annotations
 from hand_run import HandRun, ends, is_queued, level, on_nvme, on_secondary
 
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY
+from kvtier.tiering.ledger.at_once import no_moves, write_ahead_at_once
 from kvtier.tiering.ledger.moves import Move
 
 
@@ -105,3 +106,22 @@ def test_a_flush_writes_primary_content_through_a_secondary_backing_and_leaves_i
     assert block.nvme_backing is not None
     assert [ends(move) for move in run.moves()] == [(PRIMARY, SECONDARY), (SECONDARY, NVME)]
     run.finish()
+
+
+def test_writes_that_end_at_once_go_on_where_too_many_were_in_flight_and_go_where_the_others_go() -> None:
+    """Of seventy blocks 64 are written at a time; the slots tell the order."""
+    letters = "".join(chr(ord("a") + number) for number in range(70))
+    one_by_one, at_once = HandRun(80, 80, 160), HandRun(80, 80, 160)
+    blocks = on_secondary(one_by_one, letters)
+    while writes := one_by_one.refresh():
+        assert len(writes) <= 64
+        one_by_one.settle()
+    others = on_secondary(at_once, letters)
+    counts = no_moves()
+    write_ahead_at_once(at_once.ledger, 0.0, counts)
+    assert counts[SECONDARY][NVME] == len(letters)
+    slots = [[None if block.nvme_backing is None else block.nvme_backing.index for block in row] for row in (blocks, others)]
+    assert slots[0] == slots[1]
+    assert None not in slots[0]
+    assert not at_once.ledger.allocators[0].left_over
+    one_by_one.finish()
