@@ -311,8 +311,18 @@ class TierConfig(BaseSettings):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _from_sources(cls, data: dict[str, Sourced], handler: ModelWrapValidatorHandler[TierConfig]) -> TierConfig:
-        """Refuse unknown keys, and turn pydantic's errors into ConfigError."""
+    def _from_sources(cls, data: object, handler: ModelWrapValidatorHandler[TierConfig]) -> TierConfig:
+        """Refuse unknown keys, and turn pydantic's errors into ConfigError.
+
+        ``model_validate`` and a field of another model come here twice: with what they were given, and from within ``handler``, whose
+        constructor has read all sources, with values that are marked.
+        """
+        if not isinstance(data, Mapping):
+            return handler(data)  # a TierConfig, or nothing that could be one: pydantic says so, and goes on where a field may be either
+        if not all(isinstance(key, str) for key in data):
+            raise ConfigError(f'{shown(data)}: a setting\'s key is text; write for example {{"primary": "8 blocks"}}')
+        if not all(isinstance(value, Sourced) for value in data.values()):
+            return handler(data)
         for key, sourced in data.items():
             if key not in cls.model_fields:
                 raise unknown_key(key, sourced.origin, cls.model_fields)
@@ -320,8 +330,8 @@ class TierConfig(BaseSettings):
             config = handler(data)
         except ValidationError as error:
             raise ConfigError("; ".join(_explain(details, data) for details in error.errors())) from None
-        origins = {key: data[key].origin if key in data else "default" for key in cls.model_fields}
-        config._sources = origins
+        if not config._sources:  # else the constructor, called for an empty mapping, has told them
+            config._sources = {key: data[key].origin if key in data else "default" for key in cls.model_fields}
         return config
 
 
