@@ -162,7 +162,7 @@ def as_json(model: DemoModel, device: str, threads: int, plan: DemoPlan, config:
         "machine": {**describe_machine(config.nvme_directory), "device": device, "torch": torch.__version__,
                     "torch_threads": threads, "openmp_waiting": openmp_waiting()},
         "model": model.identity,
-        "config": {key: value for key, value, _source in config.effective()},
+        "config": config.plain_values(),
         "plan": {"users": plan.users, "turns": plan.turns, "tokens_per_block": TOKENS_PER_BLOCK, "chunk_size": CHUNK_SIZE,
                  "answer_tokens": ANSWER_TOKENS, "shared_prompt_tokens": plan.shared_tokens,
                  "working_set_blocks": plan.working_set_blocks,

@@ -6,6 +6,7 @@ an error with the nearest name, wherever it was written: a setting that is silen
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -202,10 +203,15 @@ class TierConfig(BaseSettings):
     def nvme_write_bytes_per_second(self) -> float | None:
         return None if self.nvme_write_bandwidth is None else parse_rate(self.nvme_write_bandwidth, "nvme_write_bandwidth")
 
+    def plain_values(self) -> dict[str, str | int | float | list[str] | list[float] | None]:
+        """Every key's value as a file has it, None for what is not set, in the order of this class. Without keys that only code can set."""
+        values = {key: getattr(self, key) for key in type(self).model_fields if key not in KEYWORD_ONLY}
+        return {key: str(value) if isinstance(value, (Path, Faults)) else value for key, value in values.items()}
+
     def effective(self) -> list[tuple[str, str, str]]:
-        """(key, value, source) of every key, in the order of this class: what an engine prints when it starts."""
-        return [(key, str(getattr(self, key)), self._sources[key]) for key in type(self).model_fields
-                if key not in KEYWORD_ONLY]
+        """(key, value in words, source) of every key, in the order of this class: what an engine prints when it starts."""
+        return [(key, "not set" if value is None else value if isinstance(value, str) else json.dumps(value), self._sources[key])
+                for key, value in self.plain_values().items()]
 
     @classmethod
     def settings_customise_sources(

@@ -136,7 +136,7 @@ def test_a_file_replaces_the_demos_own_settings(run, tmp_path):
     figures = run(config=file).figures
     assert figures["plan"]["level_blocks"]["primary"] == 300
     assert figures["plan"]["level_blocks"]["nvme"] == 500
-    assert figures["config"]["chunk_size"] == "256"
+    assert figures["config"]["chunk_size"] == 256
 
 
 def test_a_file_may_switch_levels_off(run, tmp_path):
