@@ -156,13 +156,12 @@ def sentences_of(found: Tuned, options: TuneOptions) -> list[str]:
              f"{short_bytes(found.block_bytes)}"),
             f"primary {short_bytes(found.primary * found.block_bytes)}: {100 * curve.at(found.primary):.1f} % of input tokens reused"]
     for purchase in found.purchases:
-        size = short_bytes(purchase.blocks * found.block_bytes)
         if purchase.blocks:
-            said.append(f"{purchase.level} {size}: {100 * purchase.reused:.1f} % of input tokens reused, {100 * purchase.added:.1f} % "
-                        f"more, saves {purchase.seconds_saved:.2f} s per request; the next {short_bytes(purchase.next_bytes)} buy "
-                        f"{100 * purchase.next_gain:.1f} % ({purchase.reason})")
+            said.append(f"{purchase.level} {_size(found, purchase)}: {100 * purchase.reused:.1f} % of input tokens reused, "
+                        f"{100 * purchase.added:.1f} % more, saves {purchase.seconds_saved:.2f} s per request; the next "
+                        f"{short_bytes(purchase.next_bytes)} buy {100 * purchase.next_gain:.1f} % ({purchase.reason})")
         else:
-            said.append(f"{purchase.level}: none; {purchase.reason}")
+            said.append(f"{purchase.level}: {'none; ' if purchase.measured else ''}{purchase.reason}")
     kind = "exact" if curve.rate == 1.0 else f"of {100 * curve.rate:.2g} % of the blocks, +- {100 * curve.error:.1f} %"
     said.append(f"the curve is {kind}; with all blocks kept {100 * curve.points[-1].lru:.1f} % are reused")
     said.append(f"replayed with these sizes: {100 * found.replayed.hit_ratio:.1f} % of input tokens reused (the curve is of one LRU "
@@ -221,10 +220,16 @@ def _gib(found: Tuned, blocks: int) -> str:
 
 def purchases_table(found: Tuned) -> Table:
     rows = [("primary", short_bytes(found.primary * found.block_bytes), f"{100 * found.curve.at(found.primary):.1f} %", "", "")]
-    rows += [(purchase.level, short_bytes(purchase.blocks * found.block_bytes) if purchase.blocks else "none",
-              f"{100 * purchase.reused:.1f} %", f"{100 * purchase.added:.1f} %", f"{purchase.seconds_saved:.2f} s")
-             for purchase in found.purchases]
+    for purchase in found.purchases:
+        bought = (f"{100 * purchase.reused:.1f} %", f"{100 * purchase.added:.1f} %", f"{purchase.seconds_saved:.2f} s")
+        rows.append((purchase.level, _size(found, purchase), *(bought if purchase.measured else ("", "", ""))))
     return ("level", "size", "reused", "it adds", "saves per request"), rows
+
+
+def _size(found: Tuned, purchase: Purchase) -> str:
+    if not purchase.measured:
+        return "not measured"
+    return short_bytes(purchase.blocks * found.block_bytes) if purchase.blocks else "none"
 
 
 def curve_table(found: Tuned) -> Table:
@@ -238,11 +243,12 @@ def curve_table(found: Tuned) -> Table:
 def tune_rows(found: Tuned) -> list[ResultRow]:
     """The figures under stable names."""
     rows = [("tune/primary", "bytes", found.primary * found.block_bytes), ("tune/hit_token_ratio", "ratio", found.replayed.hit_ratio)]
-    for purchase in found.purchases:
+    for purchase in (each for each in found.purchases if each.measured):
         rows += [(f"tune/{purchase.level}", "bytes", purchase.blocks * found.block_bytes),
                  (f"tune/{purchase.level}/added", "ratio", purchase.added),
                  (f"tune/{purchase.level}/saved", "s/request", purchase.seconds_saved)]
-    rows.append(("tune/nvme/written", "bytes/day", found.wear.bytes_per_day))
+    if found.purchases[1].measured:
+        rows.append(("tune/nvme/written", "bytes/day", found.wear.bytes_per_day))
     if found.wear.writes_per_hit is not None:
         rows.append(("tune/nvme/writes_per_hit", "blocks/block", found.wear.writes_per_hit))
     return [ResultRow(name, unit, value, value, value) for name, unit, value in rows]
