@@ -26,7 +26,7 @@ from kvtier.errors import ConfigError
 from kvtier.policies.named import POLICIES
 from kvtier.pools.pool_index import LEVEL_NAMES, NUM_LEVELS, NVME, PRIMARY, SECONDARY
 from kvtier.pools.rate import parse_rate
-from kvtier.pools.sizing import SizeKind, format_bytes, parse_size
+from kvtier.pools.sizing import SizeKind, format_bytes, parse_size, shown
 from kvtier.tiering.ledger.rules import LedgerRules
 
 TEXT_BLOCK: Final = 16
@@ -99,7 +99,7 @@ def replay_rules(options: ReplayOptions) -> LedgerRules:
     if not 0.0 <= options.write_ahead_share <= 1.0:
         raise ConfigError(f"--write-ahead-share={options.write_ahead_share}: a share from 0 to 1")
     if options.policy not in POLICIES:
-        raise ConfigError(f"--policy={options.policy!r}: unknown; use one of {', '.join(POLICIES)}")
+        raise ConfigError(f"--policy={shown(options.policy)}: unknown; use one of {', '.join(POLICIES)}")
     return LedgerRules(max_events=0, policy=options.policy, keep_backing=options.keep_backing,
                        write_ahead_share=options.write_ahead_share, nvme_min_uses=options.nvme_min_uses,
                        nvme_max_depth=options.nvme_max_depth)
@@ -109,9 +109,9 @@ def _check_sizes_and_rates(options: ReplayOptions) -> None:
     """What can be known before the trace is read. ConfigError names the option."""
     primary, secondary, nvme = (parse_size(getattr(options, name), f"--{name}") for name in LEVEL_NAMES)
     if not primary.amount:
-        raise ConfigError(f"--primary={primary.text!r}: the primary level needs at least 1 block")
+        raise ConfigError(f"--primary={shown(primary.text)}: the primary level needs at least 1 block")
     if nvme.amount and not secondary.amount:
-        raise ConfigError(f"--nvme={nvme.text!r}: blocks reach NVMe through the secondary level; give --secondary at least 1 block")
+        raise ConfigError(f"--nvme={shown(nvme.text)}: blocks reach NVMe through the secondary level; give --secondary at least 1 block")
     _seconds(options, 1)
 
 
@@ -136,11 +136,11 @@ def _blocks(text: str, name: str, num_unique: int, block_bytes: int) -> int:
     if size.kind is SizeKind.SHARE:
         blocks = int(size.amount * num_unique)
         if size.amount and not blocks:
-            raise ConfigError(f"--{name}={text!r}: less than one of the trace's {num_unique} different blocks; give it more")
+            raise ConfigError(f"--{name}={shown(text)}: less than one of the trace's {num_unique} different blocks; give it more")
         return blocks
     blocks = int(size.amount // block_bytes)
     if size.amount and not blocks:
-        raise ConfigError(f"--{name}={text!r}: less than one block of {format_bytes(block_bytes)}; give it more, or a smaller model")
+        raise ConfigError(f"--{name}={shown(text)}: less than one block of {format_bytes(block_bytes)}; give it more, or a smaller model")
     return blocks
 
 

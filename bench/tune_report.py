@@ -24,7 +24,7 @@ from kvtier.bench.tune import Curve, Purchase, Speeds, Wear, curve_of, recommend
 from kvtier.bench.tune_page import Table, curve_picture, page
 from kvtier.errors import ConfigError
 from kvtier.pools.host_memory import free_disk_bytes, host_memory
-from kvtier.pools.sizing import SizeKind, parse_size
+from kvtier.pools.sizing import SizeKind, parse_size, shown
 from kvtier.tiering.ledger.rules import LedgerRules
 
 HOST_SHARE: Final = 0.8  # of what is free that may be recommended where no limit is given
@@ -135,12 +135,12 @@ def measured_speeds(directory: Path | None) -> Speeds:
 
 def _bytes(text: str, name: str, least: int = 0) -> int:
     if text.strip().replace(".", "", 1).isdecimal():  # parse_size would also suggest blocks and percents
-        raise ConfigError(f'{name}={text!r}: a size needs a unit; write for example "{text.strip()}GB"')
+        raise ConfigError(f'{name}={shown(text)}: a size needs a unit; write for example "{text.strip():.20}GB"')
     size = parse_size(text, name)
     if size.kind is not SizeKind.BYTES:
-        raise ConfigError(f'{name}={text!r}: must be a size in bytes, for example "600TB"')
+        raise ConfigError(f'{name}={shown(text)}: must be a size in bytes, for example "600TB"')
     if size.amount < least:
-        raise ConfigError(f"{name}={text!r}: must be at least {least} byte")
+        raise ConfigError(f"{name}={shown(text)}: must be at least {least} byte")
     return int(size.amount)
 
 
@@ -234,10 +234,10 @@ def _size(found: Tuned, purchase: Purchase) -> str:
 
 def curve_table(found: Tuned) -> Table:
     points = found.curve.points
-    shown = points[::max(1, len(points) // _SHOWN)]
+    some = points[::max(1, len(points) // _SHOWN)]
     return ("capacity", "blocks", "LRU", "optimum"), [
         (short_bytes(point.blocks * found.block_bytes), str(point.blocks), f"{100 * point.lru:.1f} %", f"{100 * point.optimum:.1f} %")
-        for point in shown]
+        for point in some]
 
 
 def tune_rows(found: Tuned) -> list[ResultRow]:

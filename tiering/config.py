@@ -226,7 +226,7 @@ class TierConfig(BaseSettings):
     def _check_sizes(cls, value: object, info: ValidationInfo) -> object:
         sizes = parse_sizes(value, str(info.field_name))
         if info.field_name == "primary" and any(size.amount == 0 for size in sizes):
-            raise ConfigError(f"primary={value!r}: the primary level needs at least 1 block per group; write for "
+            raise ConfigError(f"primary={shown(value)}: the primary level needs at least 1 block per group; write for "
                               'example "8 blocks" or "90%"')
         return list(value) if isinstance(value, tuple) else value
 
@@ -234,7 +234,7 @@ class TierConfig(BaseSettings):
     @classmethod
     def _check_reserve(cls, value: object) -> object:
         if parse_size(value, "nvme_free_space_reserve").kind is not SizeKind.BYTES:
-            raise ConfigError(f'nvme_free_space_reserve={value!r}: must be a size in bytes, for example "1GiB"')
+            raise ConfigError(f'nvme_free_space_reserve={shown(value)}: must be a size in bytes, for example "1GiB"')
         return value
 
     @field_validator("gds_task_size", mode="before")
@@ -242,7 +242,7 @@ class TierConfig(BaseSettings):
     def _check_task_size(cls, value: object) -> object:
         size = parse_size(value, "gds_task_size")
         if size.kind is not SizeKind.BYTES or size.amount < 4096 or size.amount % 4096:
-            raise ConfigError(f'gds_task_size={value!r}: must be a multiple of 4096 bytes, for example "1MiB"')
+            raise ConfigError(f'gds_task_size={shown(value)}: must be a multiple of 4096 bytes, for example "1MiB"')
         return value
 
     @field_validator("nvme_scrub_bandwidth", "nvme_write_bandwidth", "prefetch_bandwidth", mode="before")
@@ -306,12 +306,12 @@ class TierConfig(BaseSettings):
         if not any(size.amount for size in nvme):
             return self
         if self.nvme_directory is None:
-            raise ConfigError(f"nvme={self.nvme!r} wants a folder for its files; set nvme_directory=...")
+            raise ConfigError(f"nvme={shown(self.nvme)} wants a folder for its files; set nvme_directory=...")
         secondary = parse_sizes(self.secondary, "secondary")
         for group, size in enumerate(nvme):
             beside = secondary[group] if group < len(secondary) else secondary[-1]
             if size.amount and not beside.amount and self.gds != "required":
-                raise ConfigError(f"nvme={self.nvme!r} with secondary={self.secondary!r}: NVMe without a secondary level needs "
+                raise ConfigError(f"nvme={shown(self.nvme)} with secondary={shown(self.secondary)}: NVMe without a secondary level needs "
                                   'GPUDirect Storage; set for example secondary="4GiB", or gds="required"')
         return self
 

@@ -18,6 +18,8 @@ from kvtier.errors import ConfigError
 from kvtier.io.fault_text import parse_faults
 from kvtier.io.faults import Faults
 from kvtier.tiering.config import TierConfig
+from kvtier.tiering.config_names import OTHER_NAMES
+from kvtier.tiering.config_sources import KEYWORD_ONLY
 
 
 @pytest.fixture(autouse=True)
@@ -240,6 +242,27 @@ def test_a_number_of_thousands_of_digits_is_a_config_error(settings: dict[str, o
     with pytest.raises(ConfigError, match="a number of thousands of digits") as refused:
         TierConfig(**settings)  # type: ignore[arg-type]
     assert len(str(refused.value)) < 600
+
+
+_PATHS = ("nvme_directory", "request_directory_root")
+
+
+@pytest.mark.parametrize("text", ["9" * 5000 + "KB", "x" * 5000, "9" * 5000 + " blocks", "$" + "x" * 5000, "a.b.c=" + "9" * 5000],
+                         ids=["bytes", "letters", "blocks", "variable", "fault"])
+@pytest.mark.parametrize("key", [key for key in TierConfig.model_fields if key not in KEYWORD_ONLY] + ["host_cache_size"])
+def test_a_value_that_fills_the_screen_is_shown_shortened(monkeypatch: pytest.MonkeyPatch, key: str, text: str) -> None:
+    if key in _PATHS and "$" not in text:
+        return  # any text may be a path
+    monkeypatch.setenv(f"KVTIER_{key.upper()}", text)
+    with pytest.raises(ConfigError, match=key if key not in OTHER_NAMES else OTHER_NAMES[key].key) as refused:
+        TierConfig()
+    assert len(str(refused.value)) < 900
+
+
+def test_a_key_that_fills_the_screen_is_shown_shortened() -> None:
+    with pytest.raises(ConfigError, match=r"'xxx.*\.\.\. \(keyword\): unknown key") as refused:
+        TierConfig(**{"x" * 5000: "8 blocks"})  # type: ignore[arg-type]
+    assert len(str(refused.value)) < 2000  # it names all keys that there are
 
 
 def test_all_bad_values_are_told_at_once() -> None:
