@@ -88,7 +88,8 @@ def _remembering(encode: Encode) -> Encode:
 def _messages(path: Path, line: int, fields: dict[str, object]) -> list[tuple[str, str]]:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise ConfigError(f"{path.name}, line {line}: no messages; expected {EXAMPLE}")
+        ids = "; leave --tokenizer out for a trace that has hash_ids" if "hash_ids" in fields else ""
+        raise ConfigError(f"{path.name}, line {line}: no messages; expected {EXAMPLE}{ids}")
     found = []
     for number, message in enumerate(messages):
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
