@@ -36,6 +36,7 @@ from kvtier.bench.demo_report import Totals, as_json, compare, print_report
 from kvtier.bench.demo_run import Run, converse, repeat
 from kvtier.bench.removal import remove_folder
 from kvtier.bench.report import check_writable, write_json
+from kvtier.bench.slow_stages import SlowStages, to_stderr
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.pools.host_memory import usable_cpus
 
@@ -75,7 +76,8 @@ def run_demo(device: str = "cpu", model: Path | None = None, config: Path | None
         _check_kept(keep_nvme)
     console = console or Console()
     threads = threads or usable_cpus()
-    with _torch_threads(threads), _scratch() as scratch:
+    with _torch_threads(threads), _scratch() as scratch, _stages(console) as stages:
+        stages.begin("loading the model")
         loaded = load_demo_model(model, device=device, say=lambda text: console.print(Text(text, style="dim"), soft_wrap=True))
         stops = stop_tokens(loaded.model, loaded.tokenizer)
         chat = ChatFormat(loaded.tokenizer, stops)
@@ -90,8 +92,11 @@ def run_demo(device: str = "cpu", model: Path | None = None, config: Path | None
         if not plan.is_quarter:
             console.print("(so few users that a quarter of their blocks would not hold one request: primary is larger)")
         try:
-            with _progress(console, plan.users * plan.turns) as (with_bar, without_bar):
+            answers = plan.users * plan.turns
+            with _progress(console, answers, stages) as (with_bar, without_bar):
+                stages.begin("answers with kvtier", answers)
                 with_tier = converse(loaded, chat, stops, plan, tiered, device, with_bar)
+                stages.begin("the same answers without reuse", answers)
                 without = repeat(loaded, stops, with_tier.turns, recompute_config(plan, tiered), device, without_bar)
         except ConfigError:
             raise
@@ -154,16 +159,26 @@ def _scratch() -> Iterator[Path]:
         remove_folder(folder)
 
 
+def _stages(console: Console) -> SlowStages:
+    """Lines on the standard error in place of bars, for a log file or a pipe."""
+    return SlowStages("kvtier demo", (lambda line: None) if console.is_terminal else to_stderr)
+
+
 @contextmanager
-def _progress(console: Console, answers: int) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
+def _progress(console: Console, answers: int, stages: SlowStages) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
     """Two bars, one for each run."""
     with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("answers"),
                   TimeElapsedColumn(), console=console) as progress:
         with_tier = progress.add_task("with kvtier   ", total=answers)
         without = progress.add_task("without reuse ", total=answers, start=False)
 
+        def tiered() -> None:
+            stages.advance()
+            progress.advance(with_tier)
+
         def reference() -> None:
+            stages.advance()
             progress.start_task(without)
             progress.advance(without)
 
-        yield lambda: progress.advance(with_tier), reference
+        yield tiered, reference

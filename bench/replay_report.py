@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from kvtier.bench import slow_stages
 from kvtier.bench.model_sizes import DEFAULT_MODEL, find_model
 from kvtier.bench.plot import check_plot
 from kvtier.bench.replay import Direction, Moment, ReplayResult, ReplaySettings, replay
@@ -246,15 +248,21 @@ def replay_picture(result: ReplayResult, num_blocks: tuple[int, int, int], kind:
 
 @contextmanager
 def progress_bar(what: str, unit: str) -> Iterator[Told]:
-    """A bar on the standard error where somebody is looking; it is gone when the work is done."""
+    """A bar on the standard error where somebody is looking; it is gone when the work is done. Elsewhere a line now and then."""
     console = Console(stderr=True)
     bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn(),
                    console=console, transient=True, disable=not console.is_terminal)
     with bar:
         task = bar.add_task(what, total=None)
 
+        told = time.monotonic()
+
         def tell(done: int, total: int) -> None:
+            nonlocal told
             bar.update(task, completed=done, total=total)
+            if not console.is_terminal and time.monotonic() - told >= slow_stages.EVERY:
+                told = time.monotonic()
+                slow_stages.to_stderr(f"kvtier: {what}: {done} of {total} {unit}")
 
         yield tell
 

@@ -56,6 +56,12 @@ def test_answers_are_the_same_and_come_from_the_tiers(run):
     assert "24 of 24 answers are identical" in result.text
 
 
+def test_without_a_terminal_each_stage_is_a_line_on_the_standard_error(run, capsys):
+    assert run().code == 0
+    assert [line for line in capsys.readouterr().err.splitlines() if "so far" not in line] == [
+        "kvtier demo: loading the model", "kvtier demo: answers with kvtier", "kvtier demo: the same answers without reuse"]
+
+
 @pytest.mark.parametrize("below_a_file", [False, True])
 def test_a_folder_that_cannot_be_kept_is_refused_before_a_model_is_loaded(run, tmp_path, monkeypatch, below_a_file):
     def load(*_given, **_named):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from kvtier.bench import slow_stages
 from kvtier.bench.replay import ReplaySettings, replay
 from kvtier.bench.replay_report import ReplayOptions, replay_rows, rows_by_name, run_replay
 from kvtier.bench.trace import Trace
@@ -128,6 +130,16 @@ def test_the_command_prints_a_table_and_writes_the_figures_and_the_time_line(tmp
     assert document["config"]["blocks"]["nvme"] == (64 << 30) // (512 * 131072)
     assert document["config"]["block_bytes"] == 512 * 131072
     assert len(document["timeline"]) >= 100
+
+
+def test_without_a_terminal_a_long_replay_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(slow_stages, "EVERY", 1e9)
+    run_replay(options(tmp_path), Console(quiet=True))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(slow_stages, "EVERY", 0.0)
+    run_replay(options(tmp_path), Console(quiet=True))
+    assert re.search(r"^kvtier: replay: \d+ of \d+ requests$", capsys.readouterr().err, re.MULTILINE)
 
 
 def test_rows_are_in_bytes_of_the_models_blocks(tmp_path: Path) -> None:
