@@ -17,6 +17,7 @@ from kvtier.bench import openmp_waiting  # isort: skip - before torch is loaded
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -83,11 +84,11 @@ def run_demo(device: str = "cpu", model: Path | None = None, config: Path | None
         chat = ChatFormat(loaded.tokenizer, stops)
         plan = plan_demo(chat, users, turns)
         tiered = tiered_config(plan, config, keep_nvme, scratch)
-        console.print(f"[bold]{loaded.origin}[/bold] on {device}, float32, {threads} torch threads "
+        console.print(f"[bold]{escape(loaded.origin)}[/bold] on {device}, float32, {threads} torch threads "
                       f"({openmp_waiting.openmp_waiting()})")
         console.print(f"{plan.users} users x {plan.turns} turns, {plan.shared_tokens} tokens of prompt in common; "
                       f"{plan.working_set_blocks} blocks of different content. Primary {tiered.primary}, secondary "
-                      f"{tiered.secondary}, NVMe {tiered.nvme} in {tiered.nvme_directory}. "
+                      f"{tiered.secondary}, NVMe {tiered.nvme} in {escape(str(tiered.nvme_directory))}. "
                       f"Up to {tiered.max_batch_size} request{'s' if tiered.max_batch_size > 1 else ''} at a time.")
         if not plan.is_quarter:
             console.print("(so few users that a quarter of their blocks would not hold one request: primary is larger)")
@@ -109,7 +110,7 @@ def run_demo(device: str = "cpu", model: Path | None = None, config: Path | None
         if json_file is not None:
             write_json(json_file, as_json(loaded, device, threads, plan, tiered, with_tier, without, comparison, totals,
                                           next_command))
-    console.print(f"Next: [bold]{next_command}[/bold]   ({why})", soft_wrap=True)
+    console.print(f"Next: [bold]{escape(next_command)}[/bold]   ({why})", soft_wrap=True)
     return SAME if comparison.passed else DIFFERENT
 
 

@@ -12,6 +12,7 @@ import kvtier
 from kvtier.bench.compare import Figures, check_comparable, compare, read_figures
 from kvtier.bench.plot import check_plot, plot_report
 from kvtier.bench.report import CHECK_FAILED, FINE, Report, check_writable, describe_machine
+from kvtier.bench.whole_table import print_whole
 
 
 @dataclass(frozen=True)
@@ -79,5 +80,5 @@ def compare_files(old: Path, new: Path) -> int:
     comparison = compare(read_figures(old), read_figures(new))
     console = Console()
     for part in comparison.shown():
-        console.print(part)
+        print_whole(console, part)
     return CHECK_FAILED if comparison.regressions else FINE

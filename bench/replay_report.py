@@ -24,12 +24,16 @@ from kvtier.bench.report import FINE, Report, ResultRow, check_writable, write_j
 from kvtier.bench.trace import DEFAULT_BLOCK, Trace, read_trace
 from kvtier.bench.trace import Progress as Told
 from kvtier.bench.trace_text import read_chats
+from kvtier.bench.whole_table import print_whole
 from kvtier.errors import ConfigError
 from kvtier.policies.named import POLICIES
 from kvtier.pools.pool_index import LEVEL_NAMES, NUM_LEVELS, NVME, PRIMARY, SECONDARY
 from kvtier.pools.rate import parse_rate
 from kvtier.pools.sizing import SizeKind, format_bytes, parse_size, shown
 from kvtier.tiering.ledger.rules import LedgerRules
+
+MOST_BLOCKS: Final = 1 << 24
+"""Of a level: the books of more would take gigabytes of memory, and minutes to open."""
 
 TEXT_BLOCK: Final = 16
 """Tokens of a block of text chats, whose length is not given by the file."""
@@ -85,7 +89,8 @@ def run_replay(options: ReplayOptions, console: Console | None = None) -> int:
         report.note(f"{result.cut} requests have more blocks than the primary level and were cut to it")
     if options.plot_file is not None:
         write_whole(options.plot_file, replay_picture(result, num_blocks, options.plot_file.suffix[1:] or "png"))
-    (console or Console()).print(levels_table(f"kvtier replay {trace.name}, policy {options.policy}", result, num_blocks, block_bytes))
+    print_whole(console or Console(),
+                levels_table(f"kvtier replay {trace.name}, policy {options.policy}", result, num_blocks, block_bytes))
     for line in [traffic_line(result, block_bytes), *report.notes]:
         report.say(line)
     if options.json_file is not None:
@@ -134,7 +139,7 @@ def blocks_of_levels(sizes: tuple[str, str, str], trace: Trace, block_bytes: int
 def _blocks(text: str, name: str, num_unique: int, block_bytes: int) -> int:
     size = parse_size(text, f"--{name}")
     if size.kind is SizeKind.BLOCKS:
-        return int(size.amount)
+        return _countable(int(size.amount), text, name, num_unique)
     if size.kind is SizeKind.SHARE:
         blocks = int(size.amount * num_unique)
         if size.amount and not blocks:
@@ -143,6 +148,14 @@ def _blocks(text: str, name: str, num_unique: int, block_bytes: int) -> int:
     blocks = int(size.amount // block_bytes)
     if size.amount and not blocks:
         raise ConfigError(f"--{name}={shown(text)}: less than one block of {format_bytes(block_bytes)}; give it more, or a smaller model")
+    return _countable(blocks, text, name, num_unique)
+
+
+def _countable(blocks: int, text: str, name: str, num_unique: int) -> int:
+    """Refuse a level far larger than a trace's content, whose books alone would fill this machine's memory."""
+    if blocks > max(MOST_BLOCKS, num_unique):
+        raise ConfigError(f"--{name}={shown(text)}: {blocks} blocks, more than the {MOST_BLOCKS} that can be replayed, and than the "
+                          f"{num_unique} different ones of the trace; \"100%\" holds all of those")
     return blocks
 
 

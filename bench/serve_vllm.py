@@ -28,6 +28,7 @@ from kvtier.bench.serve_engine import BLOCK, HitTokens, ServeError, Sizes
 from kvtier.bench.serve_workload import Asked, Played, Served
 from kvtier.bench.web_address import HIDDEN
 from kvtier.errors import ConfigError
+from kvtier.pools.sizing import shown
 
 START_SECONDS: Final = 600.0
 ANSWER_SECONDS: Final = 600.0
@@ -57,7 +58,11 @@ class VllmMaker:
             raise ConfigError("--engine vllm: vLLM is not installed in this environment; install kvtier beside it (docs/attach/vllm.md), "
                               "or use --engine transformers")
         self.model = model if model is not None else _demo_folder()
-        self.arguments = shlex.split(arguments)
+        try:
+            self.arguments = shlex.split(arguments)
+        except ValueError as error:
+            raise ConfigError(f"--vllm-arguments {shown(arguments)}: cannot be read as a command line ({error}); close each quotation "
+                              "mark") from None
         self._tokenizer: Any = None
         self.token_bytes = find_model(self.model).token_bytes("float32")  # whatever the dtype: it is never wider
         config = Path(self.model) / "config.json"

@@ -22,6 +22,7 @@ from kvtier.bench.report import FINE, Report, ResultRow, check_writable, write_j
 from kvtier.bench.trace import Trace
 from kvtier.bench.tune import Curve, Purchase, Speeds, Wear, curve_of, recommend, speeds_from, wear_of
 from kvtier.bench.tune_page import Table, curve_picture, page
+from kvtier.bench.whole_table import print_whole
 from kvtier.errors import ConfigError
 from kvtier.pools.host_memory import free_disk_bytes, host_memory
 from kvtier.pools.sizing import SizeKind, parse_size, shown
@@ -274,7 +275,7 @@ def _write(options: TuneOptions, found: Tuned, console: Console) -> None:
         picture = page(title, sentences, curve_picture(found.curve, found.block_bytes, marks),
                        [("Levels", purchases_table(found)), ("Curve", curve_table(found))], config)
     for heading, table in ((title, purchases_table(found)), ("reuse by capacity", curve_table(found))):
-        console.print(_rich(heading, table))
+        print_whole(console, _rich(heading, table))
     for text in sentences:
         report.say(text)
     if options.json_file is not None:

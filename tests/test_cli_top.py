@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import inspect
 import io
+import os
 import re
 import socket
 import subprocess
@@ -203,6 +204,14 @@ def test_nobody_there_is_one_line_and_exit_code_1() -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("kvtier: http://127.0.0.1:1/metrics: no answer (")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_one_picture(cache: kvtier.KVCacheManager) -> None:
+    with serve_metrics(cache) as server:
+        done = subprocess.run([sys.executable, "-m", "kvtier.cli", "top", server.url], capture_output=True, text=True, timeout=120,
+                              check=False, env=os.environ | {"TERM": "dumb", "FORCE_COLOR": "1"})
+    assert done.returncode == 0
+    assert "primary" in done.stdout
 
 
 def test_nothing_of_a_password_or_key_is_shown(cache: kvtier.KVCacheManager, capsys: pytest.CaptureFixture[str]) -> None:

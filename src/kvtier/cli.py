@@ -21,6 +21,7 @@ from kvtier.cli_bench import bench
 from kvtier.cli_check import check
 from kvtier.cli_config import config as config_commands
 from kvtier.cli_options import JsonFile, Quick, folder
+from kvtier.cli_output import prepare_streams
 from kvtier.cli_store import store
 from kvtier.cli_top import top
 from kvtier.cli_tune import add_commands
@@ -102,6 +103,7 @@ app.add_typer(bench, name="bench")
 
 def main() -> NoReturn:
     """Entry point: run the command and turn what a user can cause into one line and an exit code."""
+    prepare_streams()
     try:
         with _terminated_in_order():
             code = run(app)

@@ -183,7 +183,7 @@ def top(url: Annotated[str, typer.Argument(metavar="URL", help="Of the metrics, 
     address = full_address(url)
     now = fetch(address)
     console = Console()
-    if once or not console.is_terminal:
+    if once or not console.is_terminal or console.is_dumb_terminal:
         console.print(view(now, None, address.shown))
         return
     before: Picture | None = None

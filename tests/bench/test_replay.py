@@ -155,6 +155,8 @@ def test_rows_are_in_bytes_of_the_models_blocks(tmp_path: Path) -> None:
     ({"policy": "best"}, "--policy='best': unknown"), ({"model": "llama-3-8"}, "--model='llama-3-8': .*did you mean llama-3-8b"),
     ({"secondary": "1KiB"}, "--secondary='1KiB': less than one block"),
     ({"primary": "0.001%"}, "--primary='0.001%': less than one of the trace's"),
+    ({"primary": "2000000000 blocks"}, "2000000000 blocks, more than the 16777216 that can be replayed"),
+    ({"secondary": "9000TiB"}, "--secondary='9000TiB': .* more than the 16777216 that can be replayed"),
     ({"dtype": "int3"}, "--dtype='int3'"), ({"write_ahead_share": 2.0}, "--write-ahead-share=2.0: a share from 0"),
     ({"copy_bandwidth": "fast"}, "--copy-bandwidth='fast': a rate is"),
     ({"nvme_bandwidth": "1GB"}, "--nvme-bandwidth='1GB': a rate is"),
