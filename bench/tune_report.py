@@ -117,6 +117,9 @@ def _check(options: TuneOptions) -> None:
         raise ConfigError(f"--prefill-rate={options.prefill_rate}: tokens per second that the engine computes, more than 0")
     if options.nvme_directory is not None and options.nvme_directory.exists() and not options.nvme_directory.is_dir():
         raise ConfigError(f"--nvme-directory {options.nvme_directory}: not a folder; name a folder, which need not exist yet")
+    if options.measure and options.nvme_directory is not None and not options.nvme_directory.exists():
+        raise ConfigError(f"--nvme-directory {options.nvme_directory}: does not exist, and --measure would measure there; make it, or "
+                          "leave one of the two out")
     if options.sample is not None and not 0.0 < options.sample <= 1.0:
         raise ConfigError(f"--sample={options.sample}: a share of the blocks, more than 0 and at most 1")
 

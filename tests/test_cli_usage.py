@@ -88,6 +88,12 @@ def test_help_fits_a_terminal_and_names_no_types_of_python(monkeypatch: pytest.M
     assert not {"│", "╭", "…"} & set(out)
 
 
+@pytest.mark.parametrize("path", PATHS, ids=name)
+def test_the_short_form_of_help_is_known_everywhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+                                                    path: tuple[str, ...]) -> None:
+    assert ended(monkeypatch, capsys, *path, "-h") == ended(monkeypatch, capsys, *path, "--help")
+
+
 @pytest.mark.parametrize("option", [
     ["replay", "t", "--primary"], ["replay", "t", "--primary", "8 blocks", "--policy"], ["replay", "t", "--primary", "8 blocks", "--block"],
     ["replay", "t", "--primary", "8 blocks", "--copy-bandwidth"], ["replay", "t", "--primary", "8 blocks", "--model"],

@@ -30,6 +30,7 @@ from kvtier.errors import ConfigError, KVTierError, RequestError
 from kvtier.exit_codes import CHECK_FAILED, INTERRUPTED, TERMINATED, USED_WRONGLY
 
 app = typer.Typer(name="kvtier", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+                  context_settings={"help_option_names": ["-h", "--help"]},  # of all commands below it, too
                   help="The memory tier for LLM inference engines: KV cache in GPU memory, host memory and NVMe.",
                   epilog="Exit codes: 0 fine, 1 it did not hold or nobody answered, 2 used wrongly and nothing was begun, 130 and 143 "
                          "ended by Ctrl-C or SIGTERM, after tidying up.")

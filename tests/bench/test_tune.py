@@ -206,6 +206,7 @@ def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
     ({"primary": "lots"}, "--primary='lots'"),
     ({"endurance": "600"}, 'write for example "600GB"'), ({"block": 16}, "--block 512"),
     ({"host_limit": "5"}, "--host-limit='5': a size needs a unit"), ({"nvme_limit": "5%"}, "--nvme-limit='5%': must be a size in bytes"),
+    ({"measure": True, "nvme_directory": Path("/nonexistent")}, "--nvme-directory /nonexistent: does not exist, and --measure"),
     ({"tokenizer": "none.json"}, "--tokenizer='none.json'"), ({"measured": [Path("/nonexistent.json")]}, "cannot be read"),
 ])
 def test_bad_input_is_refused_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, object],
