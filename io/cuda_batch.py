@@ -41,6 +41,7 @@ class Driver(Protocol):
 
     cuDriverGetVersion: Any
     cuGetProcAddress_v2: Any
+    cuThreadExchangeStreamCaptureMode: Any
 
 
 def load_driver() -> Driver:

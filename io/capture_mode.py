@@ -1,0 +1,41 @@
+"""``beside_captures``: what a thread may ask of CUDA while another one captures a graph.
+
+During a capture in CUDA's default mode every thread of the process is refused to ask after an event or to wait for one, and the capture
+is lost with that. Who looks after copies asks all the time, and of no event that a graph has to know of. He says so by
+``cuThreadExchangeStreamCaptureMode``, which CuPy does not have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final, TypeVar
+
+from kvtier.io.cuda_batch import load_driver
+
+RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
+
+
+def beside_captures(call: Callable[[Argument], Result], argument: Argument) -> Result:
+    """Make a call as one that no capture of another thread has to do with. This thread's own mode comes back afterwards."""
+    exchange = exchange_of_driver()
+    mode = ctypes.c_int(RELAXED)
+    exchange(ctypes.byref(mode))  # from here on ``mode`` is the thread's own
+    try:
+        return call(argument)
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@cache
+def exchange_of_driver() -> Callable[[Any], object]:
+    """The driver's call; where there is none, one that does nothing."""
+    try:
+        exchange: Callable[[Any], object] = load_driver().cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return lambda _mode: None
+    return exchange
