@@ -17,7 +17,7 @@ import torch
 
 from kvtier.errors import TransferError
 from kvtier.io.copy_paths import CopyPath, Direction
-from kvtier.io.copy_runs import MAX_RUN_BYTES
+from kvtier.io.copy_runs import MAX_PITCH, MAX_RUN_BYTES
 from kvtier.io.copy_tools import CopyTools
 from kvtier.io.cuda_batch import Addresses
 from kvtier.io.cuda_stream import current_handle
@@ -75,7 +75,7 @@ def page_runs(places: PagePlaces, pages: Sequence[int], slots: Sequence[int], sk
         if count and page == first_page + count and count < most and offset // piece == first_offset // piece:
             distance = offset - first_offset - (count - 1) * step
             if count == 1:
-                step = max(distance, 0)
+                step = distance if 0 < distance <= MAX_PITCH else 0
             if distance == step > 0:
                 count += 1
                 continue

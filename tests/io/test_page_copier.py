@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).parent))  # importlib mode puts no folder the
 from cuda_stand_in import StandInBatch, StandInCuda, StandInKernel
 
 from kvtier.io.copy_paths import CopyPath, CopyPaths, Direction
+from kvtier.io.copy_runs import MAX_PITCH
 from kvtier.io.copy_tools import CopyTools
 from kvtier.io.cuda_stream import CudaStream
 from kvtier.io.page_copier import CudaPageCopier, HostPageCopier, PagePlaces, PageRun, page_runs
@@ -42,6 +43,13 @@ def test_neighbouring_pages_in_neighbouring_slots_are_one_run_where_a_block_is_o
 def test_a_run_ends_where_memory_is_registered_in_pieces() -> None:
     places = PLACES._replace(pages_per_block=1, slots_per_piece=2)
     assert [run.length for run in page_runs(places, [3, 4, 5, 6], [0, 1, 2, 3], 0)] == [2, 2]
+
+
+def test_places_too_far_apart_for_one_copy_on_cuda_are_copies_of_their_own() -> None:
+    places = PLACES._replace(pages_per_block=1)
+    far = MAX_PITCH // 4096 + 1
+    assert [run.length for run in page_runs(places, [3, 4, 5], [0, far - 1, 2 * (far - 1)], 0)] == [3]
+    assert [run.length for run in page_runs(places, [3, 4, 5], [0, far, 2 * far], 0)] == [1, 1, 1]
 
 
 @given(st.data())
