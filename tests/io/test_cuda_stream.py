@@ -170,7 +170,8 @@ def test_something_that_is_no_stream_is_refused(cuda: Any, engine_stream: object
         CudaDevice(cuda, 0).engine_waits(engine_stream, [], None)
 
 
-@pytest.mark.parametrize(("handle", "wanted"), [(0, "default of cuda:1"), (1, "default of cuda:1"), (2, "2 on cuda:1"), (77, "77 on cuda:1")])
+@pytest.mark.parametrize(("handle", "wanted"), [
+    (0, "default of cuda:1"), (1, "default of cuda:1"), (2, "2 on cuda:1"), (77, "77 on cuda:1")])
 def test_torch_works_on_the_engines_stream_also_where_that_is_the_default_one(
         cuda: Any, monkeypatch: pytest.MonkeyPatch, handle: int, wanted: str) -> None:
     """``ExternalStream`` of a null handle is no error and no default stream: torch then takes one out of its pool."""
