@@ -46,7 +46,7 @@ def test_every_value_is_right_on_three_levels_and_after_a_restart(tmp_path: Path
             assert toy.wrong_values() == 0
 
         def fewest_hits_first(tokens: list[int]) -> tuple[int, ...]:
-            """Tokens it would have from the level that has served least until now, then from the next: what lies where is the disk's doing."""
+            """Tokens it would have from the level that has served least so far, then from the next: what lies where is the disk's doing."""
             there, served = cache.match(Request(99, tokens)).tokens_by_level, cache.stats().hit_tokens
             return tuple(there[level] for level in sorted(Level, key=lambda level: served[level]))
 
