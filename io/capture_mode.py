@@ -24,7 +24,9 @@ def beside_captures(call: Callable[[Argument], Result], argument: Argument) -> R
     """Make a call as one that no capture of another thread has to do with. This thread's own mode comes back afterwards."""
     exchange = exchange_of_driver()
     mode = ctypes.c_int(RELAXED)
-    exchange(ctypes.byref(mode))  # from here on ``mode`` is the thread's own
+    if exchange(ctypes.byref(mode)):  # no driver, or a thread without a context: there is nothing to put back
+        return call(argument)
+    # ``mode`` is the thread's own now
     try:
         return call(argument)
     finally:
@@ -32,10 +34,10 @@ def beside_captures(call: Callable[[Argument], Result], argument: Argument) -> R
 
 
 @cache
-def exchange_of_driver() -> Callable[[Any], object]:
-    """The driver's call; where there is none, one that does nothing."""
+def exchange_of_driver() -> Callable[[Any], int]:
+    """The driver's call, which returns 0 when it has exchanged; where there is none, one that never does."""
     try:
-        exchange: Callable[[Any], object] = load_driver().cuThreadExchangeStreamCaptureMode
+        exchange: Callable[[Any], int] = load_driver().cuThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):
-        return lambda _mode: None
+        return lambda _mode: 1
     return exchange

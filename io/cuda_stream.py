@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from queue import SimpleQueue
 from typing import Final, Protocol, cast
 
@@ -232,6 +232,8 @@ class CudaStream:
 
     def _watch(self) -> None:
         with self._cuda.Device(self._device):
+            with suppress(RuntimeError):
+                CudaEvent(self._cuda).make()  # gives the thread its context, without which it cannot look beside captures
             while (item := self._watched.get()) is not None:
                 event, done = item
                 while not event.wait(0.5):

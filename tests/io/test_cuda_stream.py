@@ -214,6 +214,9 @@ def test_asking_after_an_event_leaves_a_graph_that_another_thread_captures_alone
     assert event.wait()
     assert set(asked) == {capture_mode.RELAXED}
     assert modes == [0], "the thread's own mode has come back"
+    monkeypatch.setattr(capture_mode, "exchange_of_driver", lambda: lambda mode: 201)  # there is no context: nothing was exchanged
+    assert event.wait()
+    assert asked[-1] == 0
 
 
 # -- copies --------------------------------------------------------------------------------------------------------------
