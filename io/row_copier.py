@@ -55,7 +55,7 @@ class RowCopier:
         # take and put cope with strides and with overlap by an extra copy of everything.
         self._can_scatter = bool(source.flags.c_contiguous and destination.flags.c_contiguous and num_bytes <= _MAX_ITEM_BYTES
                                  and not np.may_share_memory(source, destination))
-        self._halves = _halves(destination, source)
+        self._halves = halves(destination, source)
 
     def copy(self, sources: Numbers, destinations: Numbers) -> None:
         """Copy row ``sources[i]`` to row ``destinations[i]``, for each i; arguments as of :meth:`plan`."""
@@ -133,8 +133,9 @@ def strided_copy(destination: Rows, source: Rows) -> Call:
     return partial(np.copyto, destination, source)
 
 
-def _halves(destination: Rows, source: Rows) -> list[tuple[Rows, Rows]]:
-    """Both sides, in halves where rows are long: numpy makes one ``memmove`` of what lies side by side, so every other item goes first."""
+def halves(destination: Rows, source: Rows) -> list[tuple[Rows, Rows]]:
+    """Both sides of a copy of whole rows, in halves where rows are long: numpy makes one ``memmove`` of what lies side by side, and so each
+    half has every other item. Any strides between rows."""
     if destination.shape[1] < _LEAST_HALVED:
         return [(destination, source)]
     parts = _parts(1, destination.shape[1], 0)
