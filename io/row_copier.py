@@ -55,6 +55,9 @@ class RowCopier:
         # take and put cope with strides and with overlap by an extra copy of everything.
         self._can_scatter = bool(source.flags.c_contiguous and destination.flags.c_contiguous and num_bytes <= _MAX_ITEM_BYTES
                                  and not np.may_share_memory(source, destination))
+        if self._can_scatter:
+            self._parts = _parts(1, num_bytes, 0)
+            self._source_items, self._destination_items = _items(source, self._parts), _items(destination, self._parts)
         self._halves = halves(destination, source)
 
     def copy(self, sources: Numbers, destinations: Numbers) -> None:
@@ -73,9 +76,9 @@ class RowCopier:
         if not bool((destinations[1:] > destinations[:-1]).all()):
             order = np.argsort(destinations)
             sources, destinations = sources[order], destinations[order]
-        cuts = _cuts(destinations)
         if not self._can_scatter:
-            return self._runs(sources, destinations, np.union1d(cuts, _cuts(sources)))
+            return self._runs(sources, destinations, _cuts(destinations, sources))
+        cuts = _cuts(destinations)
         if len(cuts) > 0:
             order = np.argsort(sources, kind="stable")
             by_source = sources[order]
@@ -90,11 +93,10 @@ class RowCopier:
 
         mode="clip": with the default, the result is buffered and copied once more.
         """
-        parts = _parts(1, self._destination.shape[1], 0)
-        source_items, destination_items = _items(self._source, parts), _items(self._destination, parts)
+        parts = self._parts
         places = _places(sources, parts)
-        return [partial(source_items.take, places[start * parts:end * parts], None,
-                        destination_items[first * parts:(first + end - start) * parts], "clip")
+        return [partial(self._source_items.take, places[start * parts:end * parts], None,
+                        self._destination_items[first * parts:(first + end - start) * parts], "clip")
                 for start, end, first in self._stretches(destinations, cuts)]
 
     def _scatters(self, sources: Numbers, destinations: Numbers, cuts: Numbers) -> list[Call]:
@@ -103,6 +105,9 @@ class RowCopier:
         calls: list[Call] = []
         for start, end, first in self._stretches(sources, cuts):
             count = end - start
+            if count == 1:  # a gather as well, and that needs no short items
+                calls += self._gathers(sources[start:end], destinations[start:end], _NO_CUTS)
+                continue
             parts = _parts(count, row_bytes, _PUT_KEEPS_GIL if count * row_bytes >= _WORTH_RELEASING else 0)
             calls.append(partial(_items(self._destination, parts).put, _places(destinations[start:end], parts),
                                  _items(self._source[first:first + count], parts), "clip"))
@@ -161,6 +166,7 @@ def _places(numbers: Numbers, parts: int) -> Numbers:
     return numbers if parts == 1 else (numbers[:, None] * parts + np.arange(parts)).ravel()
 
 
-def _cuts(numbers: Numbers) -> Numbers:
-    """Positions of the numbers that do not follow the one before them."""
-    return np.flatnonzero(np.diff(numbers) != 1) + 1
+def _cuts(*columns: Numbers) -> Numbers:
+    """Positions of the numbers that do not follow the one before them, in one of the columns at least."""
+    follows = [numbers[1:] - numbers[:-1] == 1 for numbers in columns]
+    return np.flatnonzero(~np.logical_and.reduce(follows)) + 1
