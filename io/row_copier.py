@@ -100,17 +100,20 @@ class RowCopier:
                 for start, end, first in self._stretches(destinations, cuts)]
 
     def _scatters(self, sources: Numbers, destinations: Numbers, cuts: Numbers) -> list[Call]:
-        """One call for each stretch of neighbouring sources."""
+        """One call for each stretch of neighbouring sources. Rows that are alone are gathered, which needs no short items."""
         row_bytes = self._destination.shape[1]
         calls: list[Call] = []
+        alone: list[int] = []
         for start, end, first in self._stretches(sources, cuts):
             count = end - start
-            if count == 1:  # a gather as well, and that needs no short items
-                calls += self._gathers(sources[start:end], destinations[start:end], _NO_CUTS)
+            if count == 1:
+                alone.append(start)
                 continue
             parts = _parts(count, row_bytes, _PUT_KEEPS_GIL if count * row_bytes >= _WORTH_RELEASING else 0)
             calls.append(partial(_items(self._destination, parts).put, _places(destinations[start:end], parts),
                                  _items(self._source[first:first + count], parts), "clip"))
+        if alone:
+            calls += self._gathers(sources[alone], destinations[alone], _cuts(destinations[alone]))
         return calls
 
     def _runs(self, sources: Numbers, destinations: Numbers, cuts: Numbers) -> list[Call]:
