@@ -52,6 +52,29 @@ def test_places_too_far_apart_for_one_copy_on_cuda_are_copies_of_their_own() -> 
     assert [run.length for run in page_runs(places, [3, 4, 5], [0, far, 2 * far], 0)] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("num_pages", [1, 3])
+def test_wide_pages_are_copied_in_items_that_fit_the_caches(num_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    width, longest = 2 << 20, []
+    arena = HostArena(4, width, pin=False)
+    pages = torch.randint(0, 256, (4, width), dtype=torch.uint8)
+    before = pages.clone()
+    copyto = np.copyto
+
+    def watched(destination: np.ndarray, source: np.ndarray) -> None:
+        assert destination.strides[-2] > destination.shape[-1], "items that lie side by side would be moved as one"
+        longest.append(destination.shape[-1])
+        copyto(destination, source)
+
+    monkeypatch.setattr(np, "copyto", watched)
+    copier = HostPageCopier([pages], arena)
+    copier.store([PageRun(1, num_pages, 0, arena.stride)])
+    pages[1:1 + num_pages] = 0
+    copier.load([PageRun(1, num_pages, 0, arena.stride)])
+    assert torch.equal(pages, before)
+    assert max(longest) <= 256 << 10
+    assert len(longest) == 4, "each call is a wait for the GIL"
+
+
 @given(st.data())
 def test_every_page_comes_back_from_its_place(data: st.DataObject) -> None:
     per_block, num_slots, num_pages = data.draw(st.integers(1, 4)), 5, 24
