@@ -12,7 +12,7 @@ from typing import Any, Final
 from kvtier.bench.check_engine import Answer, EngineTrouble, Order, Prompt
 from kvtier.bench.check_metrics import Metrics, parse_metrics
 from kvtier.bench.demo_text import USERS
-from kvtier.bench.web_address import HIDDEN, WebAddress, without_secrets
+from kvtier.bench.web_address import HIDDEN, WebAddress, request_to, without_secrets
 from kvtier.errors import ConfigError
 from kvtier.pools.sizing import shown
 
@@ -49,9 +49,8 @@ class HttpEngine:
             raise ConfigError("--api-key or VLLM_API_KEY: holds a line end or a character that no key has; give the key alone")
         if api_key and address.headers:
             raise ConfigError("--url names a user, and --api-key or VLLM_API_KEY a key: a request carries one of them; leave the other out")
-        authorization = {"Authorization": f"Bearer {api_key}"} if api_key else address.headers
-        self._headers = {"Content-Type": "application/json", **authorization}
-        self._secrets = tuple(value.partition(" ")[2] for value in authorization.values())
+        self._authorization = {"Authorization": f"Bearer {api_key}"} if api_key else address.headers
+        self._secrets = tuple(value.partition(" ")[2] for value in self._authorization.values())
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         served = self._models()
         names = [str(each["id"]) for each in served]
@@ -123,7 +122,7 @@ class HttpEngine:
 
     def _ask(self, path: str, seconds: float, body: dict[str, Any] | None = None) -> bytes:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, self._headers, method="GET" if data is None else "POST")
+        request = request_to(self._url + path, self._authorization, data, **{"Content-Type": "application/json"})
         try:
             with self._opener.open(request, timeout=max(seconds, 0.001)) as answer:
                 return bytes(answer.read(_MOST_BYTES))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import urllib.parse
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -66,3 +67,11 @@ class WebAddress:
 def without_secrets(address: str) -> str:
     """An address, or what should be one, without user, password and query."""
     return _QUERY.sub(f"?{HIDDEN}", _USER.sub(rf"\g<1>{HIDDEN}@" if "://" in address else f"{HIDDEN}@", address))
+
+
+def request_to(url: str, authorization: Mapping[str, str], data: bytes | None = None, **headers: str) -> urllib.request.Request:
+    """A GET, or a POST of ``data``. Where it is sent on to another place, that place is not told the authorization."""
+    request = urllib.request.Request(url, data, headers)
+    for name, value in authorization.items():
+        request.add_unredirected_header(name, value)
+    return request

@@ -79,9 +79,10 @@ def fetch(address: WebAddress, timeout: float = 5.0) -> Picture:
     Raises:
         NoMetrics: nobody answers there in time, or not with metrics of a tier.
     """
+    from kvtier.bench.web_address import request_to
     from kvtier.tiering.metrics_reading import read_metrics
     try:
-        request = urllib.request.Request(address.url, headers=dict(address.headers))
+        request = request_to(address.url, address.headers)
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout) as answer:
             text = answer.read(_MOST_BYTES).decode("utf-8", "replace")
     except (OSError, ValueError, HTTPException) as error:  # URLError is an OSError; HTTPException: a line that is no HTTP, half an answer

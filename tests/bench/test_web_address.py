@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import http.server
+import threading
+import urllib.request
 
 import pytest
 
-from kvtier.bench.web_address import WebAddress, without_secrets
+from kvtier.bench.web_address import WebAddress, request_to, without_secrets
 
 
 @pytest.mark.parametrize(("text", "origin", "path", "query"), [
@@ -41,3 +44,29 @@ def test_what_is_no_address_is_refused_without_its_password(text: str) -> None:
     ("engine:1", "engine:1"), ("http://engine/#s3cret", "http://engine/?***")])
 def test_user_and_query_are_not_shown(text: str, shown: str) -> None:
     assert without_secrets(text) == shown
+
+
+def test_who_asks_is_not_told_to_where_a_server_sends_on() -> None:
+    told: list[tuple[str, str | None]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            told.append((self.path, self.headers["Authorization"]))
+            self.send_response(302 if self.path == "/first" else 200)
+            if self.path == "/first":
+                self.send_header("Location", f"http://127.0.0.1:{self.server.server_port}/second")  # type: ignore[attr-defined]
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        address = WebAddress.read(f"user:secret@127.0.0.1:{server.server_port}/first")
+        request = request_to(address.url, address.headers)
+        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30).close()
+        server.shutdown()
+    assert [path for path, _ in told] == ["/first", "/second"]
+    assert told[0][1] is not None
+    assert told[1][1] is None
