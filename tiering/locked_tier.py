@@ -166,6 +166,9 @@ class LockedTier(Generic[LedgerT]):
     def _closing(self) -> None:
         """From now on every call is refused; transfers still run."""
 
+    def _transfers_closed(self, deadline: float) -> None:
+        """No transfer begins any more; the store is still open."""
+
     def _let_go(self) -> None:
         """Let go of memory: nothing uses it any more. May be called again."""
 
@@ -304,6 +307,8 @@ class LockedTier(Generic[LedgerT]):
             if is_first and not self._broken:
                 self._settle(self.transfers, deadline)
             is_quiet = self.transfers.close(seconds_until(deadline, 0.1))
+            if is_first:
+                self._transfers_closed(deadline)
         store_is_closed = self.store is None or self.store.close(seconds_until(deadline, 0.5))
         if is_quiet:
             self._let_go()

@@ -74,6 +74,7 @@ class TierIndexCore(LockedTier[KeyLedger]):
         self._empty = _EmptyLedger(len(layout.groups))
         self._orphans: dict[int, EngineJob] = {}  # once it is broken: jobs that workers may be at
         self._num_resets = 0
+        self._owes_reset = False  # one was begun and has not reached NVMe
         self._version_seen = 0
         self._gone_since: dict[int, float] = {}
         self._is_linked = True
@@ -168,11 +169,13 @@ class TierIndexCore(LockedTier[KeyLedger]):
         Raises:
             TransferError: reads or writes of NVMe did not end in time, or the deletion could not be written down. All has been
                 forgotten all the same, and nothing old is served by this process, but a restart might find it: repeat the reset before.
+                :meth:`close` tries, too, and says so where it did not succeed; also after a reset that was cut short.
         """
         deadline = time.monotonic() + arguments.seconds("timeout", timeout)
         clearing = object()
         try:
             with self.turn as ledger:
+                self._owes_reset = True
                 ledger.reset()
                 self._num_resets += 1
                 self._clearing.add(clearing)  # what is stored from now on must not be deleted with the rest
@@ -190,6 +193,7 @@ class TierIndexCore(LockedTier[KeyLedger]):
         if not self._clear_store(deadline, clearing):
             raise TransferError(f"reset: the deletion on NVMe was not written down within {timeout} s; what lies there may be found again "
                                 "after a restart, repeat the reset before")
+        self._owes_reset = False
 
     # -- inside ----------------------------------------------------------------------------------------------------------
 
@@ -215,6 +219,16 @@ class TierIndexCore(LockedTier[KeyLedger]):
 
     def _closing(self) -> None:
         self.arena.unlink()
+
+    def _transfers_closed(self, deadline: float) -> None:
+        if self._owes_reset and self.store is not None:
+            try:
+                self._owes_reset = not self._clear_store(deadline, object())
+            except KVTierError as error:
+                _log.warning("the reset that NVMe still owes has failed again: %s", error)
+            if self._owes_reset:
+                _log.error("%s: the next start finds what a reset was to forget; before it, delete it: kvtier store clear %s --yes",
+                           self.store.directory, self.store.directory)
 
     def _let_go(self) -> None:
         self.arena.close()
