@@ -97,6 +97,15 @@ class TierIndex(TierIndexCore):
             ledger.end_request(request_id)
             ledger.start_reads()
 
+    def end_leases(self, request_id: RequestId) -> None:
+        """The request goes on and needs no more of what it has looked up: it has planned its loads, or computes instead. Its leases end in
+        all groups, and reads for it that have not begun are not begun. Unknown requests are ignored."""
+        _check_request(request_id)
+        with self.turn as ledger:
+            request = ledger.requests.get(request_id)
+            if request is not None:
+                ledger.move_on(request)
+
     def abort(self, request_id: RequestId) -> None:
         """Like :meth:`end_request`. What it has stored, and is storing, stays."""
         self.end_request(request_id)

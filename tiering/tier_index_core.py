@@ -203,10 +203,10 @@ class TierIndexCore(LockedTier[KeyLedger]):
     def _break(self, what: str) -> None:
         if not self._broken:
             self._orphans = {**self._ledger.jobs, **self._ledger.abandoned}
-            version = self._ledger.version
             super()._break(what)
+            self._empty.ledger.count_on(self._ledger)
             self._ledger = self._empty.ledger
-            self._ledger.version = version + 1  # other answers than before
+            self._ledger.version += 1  # other answers than before
 
     def _instead(self) -> KeyLedger:
         """An empty ledger, each time and for each thread: it finds nothing and has room for nothing, and no lock is needed for it."""
@@ -214,7 +214,7 @@ class TierIndexCore(LockedTier[KeyLedger]):
         ledger = self._empty.ledger
         ledger.set_time(self._clock())
         ledger.requests.clear()
-        ledger.version = self._ledger.version
+        ledger.count_on(self._ledger)
         return ledger
 
     def _closing(self) -> None:
