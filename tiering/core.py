@@ -200,13 +200,13 @@ class TierCore(LockedTier[Ledger]):
                 time.sleep(RESET_PAUSE)  # a tool may be reading a block: that is no transfer to wait for
             # The deletions just issued may still be on their way; what clear() forgets does not depend on them.
             is_over = self.store is None or self.transfers.idle(seconds_until(deadline))
+            if is_over:
+                is_over = self._clear_store(deadline, clearing)
+            else:
+                self._clearing.discard(clearing)
         except BaseException:
-            self._clearing.discard(clearing)  # nobody is deleting anything
+            self._clearing.discard(clearing)  # or nothing would be written to NVMe any more
             raise
-        if is_over:
-            is_over = self._clear_store(deadline, clearing)
-        else:
-            self._clearing.discard(clearing)
         if not is_over:
             raise TransferError(f"reset: the deletions on NVMe did not end within {timeout} s; what is there may be found again "
                                 "after a restart, repeat the reset before")
@@ -222,6 +222,10 @@ class TierCore(LockedTier[Ledger]):
     def _close_pools(self) -> None:
         for pools in self.pools:
             pools.close()
+
+    def _break(self, what: str) -> None:
+        super()._break(what)
+        self.transfers.tell_listeners()  # whoever waits for a sequence is told, too
 
     def _closing(self) -> None:
         self._events.close()

@@ -278,15 +278,11 @@ class LockedTier(Generic[LedgerT]):
     def _clear_store(self, deadline: float, clearing: object) -> bool:
         """Delete what is on NVMe, after a reset of the ledger that has entered itself as ``clearing``: what is stored from then on must not
         be deleted with the rest. False when it was not over in time."""
-        is_over = partial(self._clearing.discard, clearing)
         if self.store is None:
-            is_over()
+            self._clearing.discard(clearing)
             return True
-        try:
-            return call_within(seconds_until(deadline, LEAST_CLEARING), self.store.clear, "kvtier-reset", is_over)
-        except BaseException:
-            is_over()  # also where the call was cut short: NVMe would never be written to again
-            raise
+        return call_within(seconds_until(deadline, LEAST_CLEARING), self.store.clear, "kvtier-reset",
+                           partial(self._clearing.discard, clearing))
 
     def _close(self, timeout: float, deadline: float) -> None:
         """One thread at a time."""

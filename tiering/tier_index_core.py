@@ -187,10 +187,11 @@ class TierIndexCore(LockedTier[KeyLedger]):
             if not is_over:
                 raise TransferError(f"reset: reads and writes of NVMe did not end within {timeout} s; what lies there may be found again "
                                     "after a restart, repeat the reset before")
+            is_over = self._clear_store(deadline, clearing)
         except BaseException:
-            self._clearing.discard(clearing)  # nobody is deleting anything
+            self._clearing.discard(clearing)  # or nothing would be written to NVMe any more
             raise
-        if not self._clear_store(deadline, clearing):
+        if not is_over:
             raise TransferError(f"reset: the deletion on NVMe was not written down within {timeout} s; what lies there may be found again "
                                 "after a restart, repeat the reset before")
         self._owes_reset = False

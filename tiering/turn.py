@@ -2,7 +2,7 @@
 
 An exception can land between any two lines: KeyboardInterrupt comes out of a signal handler, MemoryError out of anything. Where it lands in
 the middle of a change and the process goes on, the ledger's queues and counters contradict each other from then on. Undoing a change would
-take a log of all its steps; so the tier is *broken* instead, which costs nothing until it happens. The same exception can also land where
+take a log of all its steps; so the tier is *broken* instead, which costs next to nothing. The same exception can also land where
 the turn is given back. The lock then stays with a thread that has no use for it, and who waits for it finds that out.
 """
 
@@ -23,8 +23,7 @@ LOOK_SECONDS: Final = 1.0
 class Tier(Protocol[LedgerT_co]):
     """Whose ledger it is."""
 
-    @property
-    def broken(self) -> str: ...
+    _broken: str
 
     def _begin(self) -> LedgerT_co:
         """A turn begins. KVTierError refuses it: nothing has changed then."""
@@ -56,7 +55,7 @@ class Turn(Generic[LedgerT_co]):
     def __enter__(self) -> LedgerT_co:
         tier, frame = self._tier, sys._getframe(1)
         try:
-            if not self.take():
+            if not (self.lock.acquire(False) or self.take()) or tier._broken:
                 return tier._instead()
             if self._inside is not None:  # of this thread: it was cut short, or this comes out of a signal handler
                 tier._break("one call was made in the middle of another one of the same thread, or behind one that was cut short")
@@ -73,7 +72,7 @@ class Turn(Generic[LedgerT_co]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         tier = self._tier
-        if tier.broken:
+        if tier._broken:
             self.give_back()
             return
         try:
@@ -87,12 +86,12 @@ class Turn(Generic[LedgerT_co]):
             raise
         finally:
             self.lock.release()
-        if not tier.broken:
+        if not tier._broken:
             tier._submit()
 
     def take(self) -> bool:
         """The lock alone, until :meth:`give_back`. False where the tier is broken: it guards nothing any more."""
-        while not self._tier.broken:
+        while not self._tier._broken:
             if self.lock.acquire(True, LOOK_SECONDS):
                 return True
             if self._is_left_behind():
