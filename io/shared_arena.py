@@ -1,9 +1,9 @@
 """``SharedArena``: host slots in shared memory, for an index and workers in several processes (design: two ways to attach).
 
 A file in /dev/shm, named after the engine. Whoever comes first makes it, for nobody knows whether workers or scheduler start first; all
-compute the same shape. Every process holds a lock on it for as long as it lives, so that a file whose owners were killed is known to be
-stale and is made anew, or removed by the next one that starts. All its pages are taken when it is made: a /dev/shm that is too small is a
-clear error at the start, not a bus error in the middle of a copy.
+compute the same shape. Every process holds a lock on it for as long as it lives: the last one that closes it removes it, and a file whose
+owners were killed is known to be stale and is made anew, or removed by the next one that starts. All its pages are taken when it is made:
+a /dev/shm that is too small is a clear error at the start, not a bus error in the middle of a copy.
 """
 
 from __future__ import annotations
@@ -179,6 +179,8 @@ class SharedArena:
             if self._owner == os.getpid():  # a forked child may have it open for longer
                 if self._part is not None:
                     unlock_byte(self._file, self._part)
+                if _lock_file(self._file, fcntl.LOCK_EX):  # nobody else has it: its memory goes with the last one
+                    self.unlink()
                 _lock_file(self._file, fcntl.LOCK_UN)
             os.close(self._file)
             self._file = -1

@@ -21,6 +21,7 @@ from kvtier.io.faults import Faults
 from kvtier.io.manifest import Manifest, ManifestContents, QuarantineRow, wal_path
 from kvtier.io.rebuild import rebuild_from_headers
 from kvtier.io.slab import SlabFile
+from kvtier.io.space_turn import alone_on
 from kvtier.io.store_directory import KEPT_SUFFIX, TEMPORARY_SUFFIX, StoreDirectory, sync_directory, unusable
 from kvtier.pools.nvme_geometry import NvmeGeometry
 
@@ -68,10 +69,11 @@ def open_store(directory: str | Path, namespace: str, geometries: Sequence[NvmeG
             lost_slabs = [group for group in range(len(geometries))
                           if home.identity.num_slots[group] > 0 and not home.slab_path(group).exists()]
             slabs = _open_slabs(home, geometries, lost_slabs, faults, undo)
-            _require_space(home, slabs, free_space_reserve)
-            for slab in slabs:
-                if slab.file.size() < slab.geometry.file_bytes:
-                    slab.file.resize(slab.geometry.file_bytes)
+            with alone_on(home.path):
+                _require_space(home, slabs, free_space_reserve)
+                for slab in slabs:
+                    if slab.file.size() < slab.geometry.file_bytes:
+                        slab.file.resize(slab.geometry.file_bytes)
             manifest, was_damaged, dropped, recovered = _open_manifest(home, slabs, sync, rebuild)
             undo.callback(manifest.close, _CLOSE_SECONDS)
             dropped += _forget(home, manifest, slabs, lost_slabs)

@@ -187,21 +187,26 @@ class TierCore(LockedTier[Ledger]):
                 written, and what they hold may be found again after a restart.
         """
         deadline = time.monotonic() + arguments.seconds("timeout", timeout)
-        while True:
-            with self.locked() as ledger:
-                if not any(any(allocator.num_busy) for allocator in ledger.allocators) or ledger.sequences or ledger.leases:
-                    ledger.reset()
-                    self._num_clearing += 1  # what others store from now on must not be deleted with the rest
-                    break
-            if not self.transfers.idle(seconds_until(deadline)) or time.monotonic() > deadline:
-                raise TransferError(f"reset: transfers did not end within {timeout} s; nothing was forgotten, try again")
-            time.sleep(RESET_PAUSE)  # a tool may be reading a block: that is no transfer to wait for
-        # The deletions just issued may still be on their way; what clear() forgets does not depend on them.
-        is_over = self.store is None or self.transfers.idle(seconds_until(deadline))
-        if is_over:
-            is_over = self._clear_store(deadline)
-        else:
-            self._cleared()
+        clearing = object()
+        try:
+            while True:
+                with self.locked() as ledger:
+                    if not any(any(allocator.num_busy) for allocator in ledger.allocators) or ledger.sequences or ledger.leases:
+                        ledger.reset()
+                        self._clearing.add(clearing)  # what others store from now on must not be deleted with the rest
+                        break
+                if not self.transfers.idle(seconds_until(deadline)) or time.monotonic() > deadline:
+                    raise TransferError(f"reset: transfers did not end within {timeout} s; nothing was forgotten, try again")
+                time.sleep(RESET_PAUSE)  # a tool may be reading a block: that is no transfer to wait for
+            # The deletions just issued may still be on their way; what clear() forgets does not depend on them.
+            is_over = self.store is None or self.transfers.idle(seconds_until(deadline))
+            if is_over:
+                is_over = self._clear_store(deadline, clearing)
+            else:
+                self._clearing.discard(clearing)
+        except BaseException:
+            self._clearing.discard(clearing)  # or nothing would be written to NVMe any more
+            raise
         if not is_over:
             raise TransferError(f"reset: the deletions on NVMe did not end within {timeout} s; what is there may be found again "
                                 "after a restart, repeat the reset before")
@@ -217,6 +222,10 @@ class TierCore(LockedTier[Ledger]):
     def _close_pools(self) -> None:
         for pools in self.pools:
             pools.close()
+
+    def _break(self, what: str) -> None:
+        super()._break(what)
+        self.transfers.tell_listeners()  # whoever waits for a sequence is told, too
 
     def _closing(self) -> None:
         self._events.close()

@@ -2,7 +2,7 @@
 
 Numbered records leave the ledger in order through an outbox and are issued under a submit lock. Nothing is copied, read from a
 file or waited for while either lock is held. I/O threads never touch the ledger: they fill the transfer manager's completion
-queue, which is drained on every entry.
+queue, which is drained on every entry. A call that is cut short in the middle of a change leaves the tier *broken* (``turn.py``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Generic, Protocol, Self, TypeVar
@@ -30,6 +32,7 @@ from kvtier.tiering.ledger.file_level import FileLevel
 from kvtier.tiering.ledger.moves import Discard, Move, MoveLog
 from kvtier.tiering.transfer import TransferManager
 from kvtier.tiering.transfer_results import MoveResult
+from kvtier.tiering.turn import Turn
 
 _log = logging.getLogger(__name__)
 
@@ -62,25 +65,13 @@ class FailureTotals(Protocol):
 LedgerT = TypeVar("LedgerT", bound=TierLedger)
 
 
-class Turn(Generic[LedgerT]):
-    """The ledger, with finished transfers drained into it before and new records issued in order after. One thread at a time."""
-
-    def __init__(self, tier: LockedTier[LedgerT]) -> None:
-        self._tier = tier
-
-    def __enter__(self) -> LedgerT:
-        return self._tier._begin()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._tier._end()
-
-
 class LockedTier(Generic[LedgerT]):
     """What ``TierCore`` and ``TierIndexCore`` have in common. They open ``store`` and ``transfers`` and count in ``_totals``."""
 
     store: NvmeStore | None
     transfers: TransferManager | None
     _totals: FailureTotals
+    _broken_means = "Close it and make a new one"
 
     def __init__(self, config: TierConfig, ledger: LedgerT) -> None:
         self.config = config
@@ -88,13 +79,13 @@ class LockedTier(Generic[LedgerT]):
         self.scrub: IdleScrub | None = None
         self._ledger = ledger
         self._clock = config.clock
-        self._lock = threading.RLock()
+        self._broken = ""
         self._submit_lock = threading.Lock()
         self._close_lock = threading.RLock()
         self._outbox: deque[Move | Discard] = deque()
         self._num_queued = 0  # records put into the outbox so far, and records issued
         self._num_issued = 0
-        self._num_clearing = 0  # resets that are deleting what is on NVMe
+        self._clearing: set[object] = set()  # resets that are deleting what is on NVMe
         self._closed = False
         self._everything_let_go = False
         for allocator in ledger.allocators:
@@ -106,16 +97,23 @@ class LockedTier(Generic[LedgerT]):
         """The ledger, for a ``with`` statement. KVTierError when this is closed."""
         return self.turn
 
+    @property
+    def broken(self) -> str:
+        """What has cut a call short in the middle of a change, so that the ledger is not used any more; "" of a sound one."""
+        return self._broken
+
     def flush(self, timeout: float = 60.0) -> bool:
         """Finish all transfers and write all unreferenced content that may go to NVMe, as far as there is room for it.
 
-        False when time ran out first, or when the store takes no writes for the moment (full or failing disk).
+        False when time ran out first, or when the store takes no writes (full or failing disk; a tier that is broken).
         """
         deadline = time.monotonic() + arguments.seconds("timeout", timeout)
         while True:
             with self.turn as ledger:
                 takes_writes = self._takes_writes
                 is_complete = not takes_writes or ledger.write_everything_out()
+            if self._broken:
+                return False
             if self.transfers is not None and not self.transfers.idle(seconds_until(deadline)):
                 return False
             if is_complete:
@@ -168,6 +166,9 @@ class LockedTier(Generic[LedgerT]):
     def _closing(self) -> None:
         """From now on every call is refused; transfers still run."""
 
+    def _transfers_closed(self, deadline: float) -> None:
+        """No transfer begins any more; the store is still open."""
+
     def _let_go(self) -> None:
         """Let go of memory: nothing uses it any more. May be called again."""
 
@@ -198,22 +199,26 @@ class LockedTier(Generic[LedgerT]):
             raise KVTierError(f"this {type(self).__name__} is closed; make a new one")
 
     def _begin(self) -> LedgerT:
-        self._lock.acquire()
-        try:
-            self._require_open()
-            self._ledger.set_time(self._clock())
-            self._drain()
-        except BaseException:
-            self._lock.release()  # nobody is inside
-            raise
+        self._require_open()
+        self._ledger.set_time(self._clock())
+        self._drain()
         return self._ledger
 
     def _end(self) -> None:
-        try:
-            self._queue_records(self._ledger.moves.take())
-        finally:
-            self._lock.release()
-        self._submit()
+        self._queue_records(self._ledger.moves.take())
+
+    def _tears(self, error: BaseException) -> bool:
+        """Hooks of others are asked within turns, before anything changes, and may raise whatever they like."""
+        return isinstance(error, MemoryError) or not isinstance(error, Exception)
+
+    def _break(self, what: str) -> None:
+        if not self._broken:
+            self._broken = what
+            _log.error("this %s is broken: %s. %s", type(self).__name__, what, self._broken_means)
+
+    def _instead(self) -> LedgerT:
+        self._require_open()
+        raise KVTierError(f"this {type(self).__name__} is broken: {self._broken}. {self._broken_means}")
 
     def _queue_records(self, records: Sequence[Move | Discard]) -> None:
         """Put what the ledger has decided on into the outbox. Lock held."""
@@ -228,11 +233,15 @@ class LockedTier(Generic[LedgerT]):
             return
         with self._submit_lock:
             records: list[Move | Discard] = []
-            while self._outbox:
-                records.append(self._outbox.popleft())
             try:
+                while self._outbox:
+                    records.append(self._outbox.popleft())
                 if records:
                     self.transfers.issue(records)
+            except BaseException as error:
+                if self._tears(error):
+                    self._break(f"{type(error).__name__} while transfers were issued")
+                raise
             finally:
                 self._num_issued += len(records)
         if records:
@@ -245,7 +254,7 @@ class LockedTier(Generic[LedgerT]):
 
     @property
     def _takes_writes(self) -> bool:
-        return (self.store is not None and not self._num_clearing and self.store.accepts_writes
+        return (self.store is not None and not self._clearing and self.store.accepts_writes
                 and not (self.transfers is not None and self.transfers.writes_hang))
 
     def _drain(self) -> None:
@@ -266,24 +275,23 @@ class LockedTier(Generic[LedgerT]):
                       and self.store.is_quarantined(move.group, slot_of(move.source)))
             self._ledger.finish(move, True, is_bad)
 
-    def _clear_store(self, deadline: float) -> bool:
-        """Delete what is on NVMe, after a reset of the ledger that has counted itself in ``_num_clearing``: what is stored from then on
-        must not be deleted with the rest. False when it was not over in time."""
+    def _clear_store(self, deadline: float, clearing: object) -> bool:
+        """Delete what is on NVMe, after a reset of the ledger that has entered itself as ``clearing``: what is stored from then on must not
+        be deleted with the rest. False when it was not over in time."""
         if self.store is None:
-            self._cleared()
+            self._clearing.discard(clearing)
             return True
-        return call_within(seconds_until(deadline, LEAST_CLEARING), self.store.clear, "kvtier-reset", self._cleared)
-
-    def _cleared(self) -> None:
-        with self._lock:
-            self._num_clearing -= 1
+        return call_within(seconds_until(deadline, LEAST_CLEARING), self.store.clear, "kvtier-reset",
+                           partial(self._clearing.discard, clearing))
 
     def _close(self, timeout: float, deadline: float) -> None:
         """One thread at a time."""
-        with self._lock:
-            if self._everything_let_go:
-                return
-            is_first = not self._closed
+        if self._everything_let_go:
+            return
+        is_first = not self._closed
+        if is_first:
+            with suppress(KVTierError), self.turn:  # whoever is inside ends, and nobody enters behind; of a broken tier nobody need
+                self._closed = True
             self._closed = True
         self._closing()
         if self.store is not None:
@@ -292,9 +300,11 @@ class LockedTier(Generic[LedgerT]):
             self.scrub.close(min(seconds_until(deadline, 0.1), 1.0))
         is_quiet = True
         if self.transfers is not None:
-            if is_first:
+            if is_first and not self._broken:
                 self._settle(self.transfers, deadline)
             is_quiet = self.transfers.close(seconds_until(deadline, 0.1))
+            if is_first:
+                self._transfers_closed(deadline)
         store_is_closed = self.store is None or self.store.close(seconds_until(deadline, 0.5))
         if is_quiet:
             self._let_go()
@@ -305,12 +315,11 @@ class LockedTier(Generic[LedgerT]):
             self.config.faults.end_hangs()
 
     def _settle(self, transfers: TransferManager, deadline: float) -> None:
-        """Let everything issued end, and what the ledger then wants deleted from NVMe, as far as there is time."""
+        """Let everything issued end, and what the ledger then wants deleted from NVMe, as far as there is time. Nobody is inside."""
         self._submit()
         if transfers.idle(seconds_until(deadline)):
-            with self._lock:
-                self._drain()
-                self._queue_records([record for record in self._ledger.moves.take() if isinstance(record, Discard)])
+            self._drain()
+            self._queue_records([record for record in self._ledger.moves.take() if isinstance(record, Discard)])
             self._submit()
             transfers.idle(seconds_until(deadline))
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
 
-from kvtier.errors import ConfigError, RequestError
+from kvtier.errors import ConfigError, KVTierError, RequestError
 from kvtier.kernels.offsets import OffsetTable
 from kvtier.policies.retention import RetentionConfig
 from kvtier.pools.group_pools import GroupPools
@@ -320,8 +321,8 @@ class KVCacheManager(Drafting, Planning, Prefetching):
 
     def _leave_step(self, ids: Sequence[int]) -> None:
         super()._leave_step(ids)
-        with self._lock:
-            self._progress.note_step(request_id for request_id in ids if request_id in self._ledger.sequences)
+        with suppress(KVTierError), self.locked() as ledger:  # a closed or broken one notes nothing
+            self._progress.note_step(request_id for request_id in ids if request_id in ledger.sequences)
 
     def _check_retention(self, retention: RetentionConfig | None) -> None:
         if retention is not None and retention.directory is not None:

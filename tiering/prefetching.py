@@ -222,7 +222,8 @@ class Prefetching(TierCore):
             self._end_prefetch(prefetch, PrefetchState.CANCELLED)
 
     def _end_prefetch(self, prefetch: Prefetch, state: PrefetchState) -> None:
-        with self._lock:
+        is_taken = self.turn.take()
+        try:
             if prefetch.is_done:
                 return
             with suppress(ValueError):
@@ -231,6 +232,9 @@ class Prefetching(TierCore):
             prefetch._to_read.clear()
             prefetch._rising.clear()
             prefetch._future.set_result(state)
+        finally:
+            if is_taken:
+                self.turn.give_back()
 
     def _run_prefetches(self) -> None:
         while True:

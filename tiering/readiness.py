@@ -221,7 +221,7 @@ class Readiness(TierCore):
 
     def _leave_step(self, ids: Sequence[int]) -> None:
         """These ids have left a step; those that were removed meanwhile end now."""
-        if self._closed:
+        if self._closed or self._broken:  # the error that the step ends with is not to be hidden by another one
             return
         with self.locked() as ledger:
             for request_id in ids:

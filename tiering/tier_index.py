@@ -4,7 +4,9 @@ It has the ledger, the manifest and all NVMe I/O, and decides. The bytes of the 
 ``TierWorker`` objects beside the engine's pages copy to and from. Whatever can fail has failed before a hit is promised: HIT means verified
 bytes in host memory.
 
-Calls may come from any thread; none of them waits for a copy or a file but those with a ``timeout``.
+Calls may come from any thread; none of them waits for a copy or a file but those with a ``timeout``. An exception that cuts a call short in
+the middle of a change (KeyboardInterrupt, MemoryError) leaves the index :attr:`~TierIndex.broken`: it finds nothing and stores nothing from
+then on, and a new one remedies that.
 """
 
 from __future__ import annotations
@@ -94,6 +96,15 @@ class TierIndex(TierIndexCore):
         with self.turn as ledger:
             ledger.end_request(request_id)
             ledger.start_reads()
+
+    def end_leases(self, request_id: RequestId) -> None:
+        """The request goes on and needs no more of what it has looked up: it has planned its loads, or computes instead. Its leases end in
+        all groups, and reads for it that have not begun are not begun. Unknown requests are ignored."""
+        _check_request(request_id)
+        with self.turn as ledger:
+            request = ledger.requests.get(request_id)
+            if request is not None:
+                ledger.move_on(request)
 
     def abort(self, request_id: RequestId) -> None:
         """Like :meth:`end_request`. What it has stored, and is storing, stays."""
@@ -247,7 +258,7 @@ class TierIndex(TierIndexCore):
             with self.turn as ledger:
                 for number in waiting:
                     _check_job(number, ledger)
-                jobs = [ledger.jobs.get(number) or ledger.abandoned.get(number) for number in waiting]
+                jobs = [ledger.jobs.get(number) or ledger.abandoned.get(number) or self._orphans.get(number) for number in waiting]
                 waiting = [job.number for job in jobs if job is not None and not self._has_ended(job)]
             if not waiting:
                 return True

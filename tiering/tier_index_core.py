@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from kvtier.errors import ConfigError, TransferError
+from kvtier.errors import ConfigError, KVTierError, TransferError
 from kvtier.io.block_writer import RUN_BYTES
 from kvtier.io.device import open_device
 from kvtier.io.job_board import MAX_JOBS
@@ -40,10 +41,20 @@ GONE_SECONDS: Final = 1.0
 """How long a rank's process must have been gone before its copies count as over: the driver may still be ending them."""
 
 
+class _EmptyLedger(threading.local):
+    """A ledger without any slot, of which all job numbers have been given; one for each thread."""
+
+    def __init__(self, num_groups: int) -> None:
+        self.ledger = KeyLedger([(0, 0)] * num_groups, TierRules(), max_events=0)
+        self.ledger.next_job = 1 << 62
+
+
 class TierIndexCore(LockedTier[KeyLedger]):
     """What a ``TierIndex`` is made of; arguments and errors are described there."""
 
     _totals: FileTotals
+    _broken_means = ("From now on nothing is found and nothing is stored. Start it again to use the tier; what lies on NVMe is found then, "
+                     "unless a reset was to delete it: that must be repeated before")
 
     def __init__(self, layout: PageLayout, config: TierConfig, *, model: str | None = None, engine_id: str = "default",
                  fingerprint: str = "", lookup_timeout: float = 5.0, job_timeout: float = 120.0) -> None:
@@ -60,7 +71,10 @@ class TierIndexCore(LockedTier[KeyLedger]):
             list(zip(self.plan.host_slots, nvme_slots, strict=True)), rules, config.policy, config.event_buffer_max_size,
             4 * config.read_threads, arguments.seconds("lookup_timeout", lookup_timeout), arguments.seconds("job_timeout", job_timeout)))
         self._totals = FileTotals()
+        self._empty = _EmptyLedger(len(layout.groups))
+        self._orphans: dict[int, EngineJob] = {}  # once it is broken: jobs that workers may be at
         self._num_resets = 0
+        self._owes_reset = False  # one was begun and has not reached NVMe
         self._version_seen = 0
         self._gone_since: dict[int, float] = {}
         self._is_linked = True
@@ -155,32 +169,67 @@ class TierIndexCore(LockedTier[KeyLedger]):
         Raises:
             TransferError: reads or writes of NVMe did not end in time, or the deletion could not be written down. All has been
                 forgotten all the same, and nothing old is served by this process, but a restart might find it: repeat the reset before.
+                :meth:`close` tries, too, and says so where it did not succeed; also after a reset that was cut short.
         """
         deadline = time.monotonic() + arguments.seconds("timeout", timeout)
-        with self.turn as ledger:
-            ledger.reset()
-            self._num_resets += 1
-            self._num_clearing += 1  # what is stored from now on must not be deleted with the rest
-        if self.store is None or self.transfers is None:
-            self._cleared()
-            return
-        is_over = self.transfers.idle(seconds_until(deadline))
-        if is_over:
-            with self.turn:
-                pass  # what ended for nobody is to be deleted, too
-            is_over = self.transfers.idle(seconds_until(deadline, LEAST_CLEARING))
+        clearing = object()
+        try:
+            with self.turn as ledger:
+                self._owes_reset = True
+                ledger.reset()
+                self._num_resets += 1
+                self._clearing.add(clearing)  # what is stored from now on must not be deleted with the rest
+            is_over = self.transfers is None or self.transfers.idle(seconds_until(deadline))
+            if is_over and self.transfers is not None:
+                with self.turn:
+                    pass  # what ended for nobody is to be deleted, too
+                is_over = self.transfers.idle(seconds_until(deadline, LEAST_CLEARING))
+            if not is_over:
+                raise TransferError(f"reset: reads and writes of NVMe did not end within {timeout} s; what lies there may be found again "
+                                    "after a restart, repeat the reset before")
+            is_over = self._clear_store(deadline, clearing)
+        except BaseException:
+            self._clearing.discard(clearing)  # or nothing would be written to NVMe any more
+            raise
         if not is_over:
-            self._cleared()
-            raise TransferError(f"reset: reads and writes of NVMe did not end within {timeout} s; what lies there may be found again after "
-                                "a restart, repeat the reset before")
-        if not self._clear_store(deadline):
             raise TransferError(f"reset: the deletion on NVMe was not written down within {timeout} s; what lies there may be found again "
                                 "after a restart, repeat the reset before")
+        self._owes_reset = False
 
     # -- inside ----------------------------------------------------------------------------------------------------------
 
+    def _tears(self, error: BaseException) -> bool:
+        return not isinstance(error, KVTierError)
+
+    def _break(self, what: str) -> None:
+        if not self._broken:
+            self._orphans = {**self._ledger.jobs, **self._ledger.abandoned}
+            super()._break(what)
+            self._empty.ledger.count_on(self._ledger)
+            self._ledger = self._empty.ledger
+            self._ledger.version += 1  # other answers than before
+
+    def _instead(self) -> KeyLedger:
+        """An empty ledger, each time and for each thread: it finds nothing and has room for nothing, and no lock is needed for it."""
+        self._require_open()
+        ledger = self._empty.ledger
+        ledger.set_time(self._clock())
+        ledger.requests.clear()
+        ledger.count_on(self._ledger)
+        return ledger
+
     def _closing(self) -> None:
         self.arena.unlink()
+
+    def _transfers_closed(self, deadline: float) -> None:
+        if self._owes_reset and self.store is not None:
+            try:
+                self._owes_reset = not self._clear_store(deadline, object())
+            except KVTierError as error:
+                _log.warning("the reset that NVMe still owes has failed again: %s", error)
+            if self._owes_reset:
+                _log.error("%s: the next start finds what a reset was to forget; before it, delete it: kvtier store clear %s --yes",
+                           self.store.directory, self.store.directory)
 
     def _let_go(self) -> None:
         self.arena.close()

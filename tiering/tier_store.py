@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Final, Self
@@ -71,9 +71,8 @@ class TierStore:
         self._faults = config.faults
         self._numbers = itertools.count()
         self._is_closed = False
-        self._closing = threading.Lock()
-        self._calls: set[str] = set()  # the requests of calls in flight
-        self._calls_changed = threading.Condition()
+        self._closing = threading.RLock()
+        self._calls: dict[int, str] = {}  # by thread, the request of its call in flight
         self.index = TierIndex(layout, config, model=model, engine_id=engine_id, fingerprint=fingerprint, lookup_timeout=read_timeout)
         try:
             self._arena = SharedArena(self.index.plan.arena, rank=0)
@@ -200,6 +199,7 @@ class TierStore:
             return  # another thread is at it
         try:
             is_first, self._is_closed = not self._is_closed, True
+            self._end_left_over()
             is_quiet = self._end_calls(time.monotonic() + timeout / 4)
             if is_first:
                 atexit.unregister(self.close)
@@ -233,34 +233,42 @@ class TierStore:
     def _end_calls(self, deadline: float) -> bool:
         """End the requests of calls in flight, so that those which wait for NVMe find a miss, until there are no calls. False when there
         still are some at the deadline. Again and again: a call may begin to wait a moment after its request was ended."""
-        while True:
-            with self._calls_changed:
-                calls = list(self._calls)
-            for request_id in calls:
-                self.index.end_request(request_id)
-            with self._calls_changed:
-                if self._calls_changed.wait_for(lambda: not self._calls, min(max(deadline - time.monotonic(), 0.0), _LOOK_AGAIN)):
-                    return True
+        while self._calls:
             if time.monotonic() >= deadline:
                 return False
+            for request_id in list(self._calls.values()):
+                self.index.end_request(request_id)
+            time.sleep(_LOOK_AGAIN)
+        return True
 
     @contextmanager
     def _request(self, kind: str) -> Iterator[str]:
-        """A request of the index that ends with the call, and its leases with it. The arena stays as long as there is one."""
-        request_id = f"{kind}-{next(self._numbers)}"
-        with self._calls_changed:
-            if self._is_closed:
-                raise KVTierError("this TierStore is closed; make a new one")
-            self._calls.add(request_id)
+        """A request of the index that ends with the call, and its leases and jobs with it. The arena stays as long as there is one."""
+        self._end_left_over()
+        caller, request_id = threading.get_ident(), f"{kind}-{next(self._numbers)}"
         try:
+            self._calls[caller] = request_id
+            if self._is_closed:  # asked behind the entry, and said before close() looks for entries: one of the two sees the other
+                raise KVTierError("this TierStore is closed; make a new one")
             yield request_id
         finally:
-            try:
-                self.index.end_request(request_id)
-            finally:
-                with self._calls_changed:
-                    self._calls.discard(request_id)
-                    self._calls_changed.notify_all()
+            if self._calls.get(caller) == request_id:
+                self._end_left_over()
+
+    def _end_left_over(self) -> None:
+        """End this thread's call, which copies nothing any more; where an exception keeps it from that, the thread's next one does it."""
+        caller = threading.get_ident()
+        request_id = self._calls.get(caller)
+        if request_id is None:
+            return
+        with suppress(KVTierError), self.index.locked() as ledger:  # a closed index has ended everything
+            for job in [job for job in ledger.jobs.values() if job.request_id == request_id]:
+                ledger.cancel(job)
+            for number in [job.number for job in ledger.abandoned.values() if job.request_id == request_id]:
+                ledger.release_abandoned(number)
+            ledger.end_request(request_id)
+            ledger.start_reads()
+        self._calls.pop(caller, None)
 
     def _carry_out(self, plan: LoadPlan | StorePlan, written: Sequence[int], copy: Callable[[], None], attempts: int, level: Level) -> bool:
         """Copy here and now, say so where the index looks, and complete the job, also where the call is interrupted. Whether it went

@@ -307,14 +307,14 @@ class TransferManager(TransferWaiting):
             self._changed.notify_all()
         if is_last and batch.failure is not None:
             self._failed_copies.warn("copies between memories fail, what they carried is computed again: %s", batch.failure)
-        self._tell_listeners()
+        self.tell_listeners()
 
     def _reads_over(self, reads: list[Read]) -> None:
         with self._lock:
             self._submit_reads(reads)
             self._submit_all()
             self._changed.notify_all()
-        self._tell_listeners()  # not over yet, but confirmed: whoever asked pending_files may ask again
+        self.tell_listeners()  # not over yet, but confirmed: whoever asked pending_files may ask again
 
     def _writes_over(self, nodes: list[TransferNode]) -> None:
         with self._lock:
@@ -322,7 +322,7 @@ class TransferManager(TransferWaiting):
                 self._finish(node)
             self._submit_all()
             self._changed.notify_all()
-        self._tell_listeners()
+        self.tell_listeners()
 
     def _finish(self, node: TransferNode) -> None:
         """Report a node. Lock held. The result is in the queue before anybody who waits for the node can go on."""
@@ -333,7 +333,8 @@ class TransferManager(TransferWaiting):
         if node.move is not None:
             self._completed.add(node.move, node.error, node.seconds)
 
-    def _tell_listeners(self) -> None:
+    def tell_listeners(self) -> None:
+        """Call them all: something has finished, or whoever waits is to look again."""
         for listener in self._listeners:
             try:
                 listener()
@@ -407,12 +408,12 @@ class TransferManager(TransferWaiting):
                 self._submit_all()
                 self._changed.notify_all()
             if waiting:
-                self._tell_listeners()
+                self.tell_listeners()
         is_idle = self.idle(timeout)
         with self._lock:
             self._abandoned = True
             self._changed.notify_all()
-        self._tell_listeners()  # also of what will never be reported
+        self.tell_listeners()  # also of what will never be reported
         # Idle threads end at once; a little time is theirs even when the copies took all of it.
         spare = 0.5 if is_idle else 0.0
         ended = [worker.close(max(deadline - time.monotonic(), spare))

@@ -10,10 +10,12 @@ import stat
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier.errors import ConfigError
+from kvtier.io import shared_arena
 from kvtier.io.job_board import MAX_JOBS
 from kvtier.io.shared_arena import ArenaShape, SharedArena, remove_stale
 
@@ -79,7 +81,7 @@ def test_what_is_closed_is_given_back_though_a_child_has_it_open(tmp_path: Path,
         closed.close()
         assert not (other.has_index if part is None else other.is_alive(0))
         other.close()
-        assert remove_stale(tmp_path) == 1
+        assert not list(tmp_path.iterdir()), "nobody uses it any more"
     finally:
         os.close(held)
 
@@ -152,10 +154,71 @@ def test_what_a_killed_process_left_is_made_anew_or_removed_by_the_next_one(tmp_
     assert anew.groups[0] is not None
     assert not anew.groups[0].rows.any()
     assert not anew.board.has_opened(0)
+    worker = open_in(tmp_path, opened, 1)
     anew.close()
     assert stale.exists()
+    worker.close()
+    assert not stale.exists(), "the last one removes it"
+
+
+STAGES = {"created": "_lock_file", "empty": "posix_fallocate", "without a header": "pwrite", "not marked as ready": "pwrite",
+          "made": "_is_ready"}
+
+
+def make_up_to(stage: str, folder: str, ends: Connection) -> None:
+    """Make an arena up to a stage, say so, and go on when told."""
+    where = shared_arena if STAGES[stage].startswith("_") else os
+    known, left = getattr(where, STAGES[stage]), 2 if stage == "not marked as ready" else 1
+
+    def stop(*given: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            ends.send(True)
+            ends.recv()
+        return known(*given)
+
+    setattr(where, STAGES[stage], stop)
+    arena = SharedArena(SHAPE, 0, folder=Path(folder))
+    ends.send(arena.path.exists() and not any(slots.rows.any() for slots in arena.groups if slots is not None))
+    signal.pause()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_process_that_is_killed_while_it_makes_the_arena_leaves_nothing_that_lasts(tmp_path: Path, opened: list[SharedArena],
+                                                                                   stage: str) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("spawn").Process(target=make_up_to, args=(stage, str(tmp_path), theirs))
+    child.start()
+    path = tmp_path / "kvtier-engine-1.arena"
+    try:
+        assert ours.poll(60)
+        ours.recv()
+        assert path.exists()
+        remove_stale(tmp_path)  # of a live process: it has not got as far as its lock, or it is left alone
+        assert path.exists() or stage == "created"
+        ours.send(True)
+        assert ours.poll(60)
+        assert ours.recv(), "it makes another one then, as good as the first"
+    finally:
+        os.kill(child.pid or 0, signal.SIGKILL)
+        child.join(10)
+    again = multiprocessing.get_context("spawn").Process(target=make_up_to, args=(stage, str(tmp_path), theirs))
+    again.start()
+    try:
+        assert ours.poll(60)
+        ours.recv()
+    finally:
+        os.kill(again.pid or 0, signal.SIGKILL)
+        again.join(10)
+    assert path.exists()
+    index = open_in(tmp_path, opened)
+    assert not any(slots.rows.any() for slots in index.groups if slots is not None)
+    assert not index.board.has_opened(0)
+    index.close()
+    path.write_bytes(b"as a process left it that was killed at once")
     open_in(tmp_path, opened, shape=ArenaShape("engine-2", (64,), (1,), 1, 1))
-    assert not stale.exists()
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", "x" * 200, ".hidden"])

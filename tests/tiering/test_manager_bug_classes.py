@@ -94,7 +94,7 @@ def test_no_call_gets_past_the_lock_while_another_thread_holds_it(make_cache: Ma
             pass  # the call may make no sense just now
 
     thread = threading.Thread(target=call, daemon=True)
-    with cache._lock:
+    with cache.turn.lock:
         thread.start()
         assert begun.wait(10.0)
         thread.join(0.01)
@@ -110,7 +110,7 @@ def test_a_lease_is_not_released_past_the_lock(make_cache: MakeCache) -> None:
     cache.add_sequence(Request(1, PROMPT))
     lease = cache.pin(1)
     thread = threading.Thread(target=lease.release, daemon=True)
-    with cache._lock:
+    with cache.turn.lock:
         thread.start()
         thread.join(0.05)
         assert thread.is_alive()

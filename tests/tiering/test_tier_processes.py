@@ -5,17 +5,20 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import uuid
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tier_rig import key, keys, page_bytes, until
+from tier_rig import key, keys, on_nvme, page_bytes, until
 
 from kvtier import TierConfig, TierIndex, TierWorker
+from kvtier.errors import TransferError
 from kvtier.pools.page_layout import PageGroup, PageLayout
 from kvtier.tiering import tier_index_core
 from kvtier.tiering.tier_messages import KeyState
@@ -36,6 +39,17 @@ class Slow:
             time.sleep(1000)
 
 
+class Gate:
+    """Holds copies up until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.opened.set()
+
+    def before(self, *_given: object) -> None:
+        assert self.opened.wait(60)
+
+
 def work(engine_id: str, connection: Connection) -> None:
     """The worker's process: an engine's pages, and what the other side tells it to do with them."""
     pages = [torch.zeros(16, size, dtype=torch.uint8) for size in LAYOUT.groups[0].tensor_page_bytes]
@@ -54,6 +68,11 @@ def work(engine_id: str, connection: Connection) -> None:
                         rows[number] = page_bytes(name, 0, 0, tensor, rows.shape[1])
                 worker.submit_store(job_id, 0, numbers, slots)
                 connection.send("submitted" if slow.hangs else worker.wait([job_id], 20))
+                continue
+            slow.hangs = what == "hanging load"
+            if slow.hangs:
+                worker.submit_load(job_id, 0, numbers, slots)
+                connection.send("submitted")
                 continue
             for rows in pages:
                 rows.zero_()
@@ -138,3 +157,119 @@ def test_bytes_travel_between_processes_and_a_worker_that_is_killed_costs_only_w
         stats = index.stats()
         assert (stats.leases, stats.jobs, stats.abandoned_jobs, stats.secondary.free_blocks) == (0, 0, 0, 6)
         index.verify()
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_a_load_costs_no_block_and_leaves_no_lease(
+        engine_id: str, remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_index_core, "GONE_SECONDS", 0.05)
+    with TierIndex(LAYOUT, TierConfig(**CONFIG), engine_id=engine_id) as index:
+        plan = index.plan_store("writer", keys(3))
+        assert remote.tell("store", plan)
+        index.complete(plan.job_id)
+        assert index.lookup("reader", keys(3)).num_hits == 3
+        loading = index.plan_load("reader", keys(3))
+        assert remote.tell("hanging load", loading) == "submitted"
+        assert not index.wait([loading.job_id], 0.0)
+        remote.kill()
+        assert index.wait([loading.job_id], 20)
+        assert index.complete(loading.job_id, keys(3)[2:]) == 1, "and what the engine says it did not get is forgotten"
+        index.end_request("reader")
+        stats = index.stats()
+        assert (stats.leases, stats.jobs, stats.abandoned_jobs, stats.secondary.free_blocks) == (0, 0, 0, 6)
+        assert index.lookup("reader", keys(3)).num_hits == 2
+        index.end_request("reader")
+        index.verify()
+
+
+def decide(engine_id: str, directory: str, connection: Connection) -> None:
+    """The index's process: what is stored first reaches NVMe, what is stored then does not end."""
+    with TierIndex(LAYOUT, TierConfig(**CONFIG, **on_nvme(Path(directory))), model="m@1:0", engine_id=engine_id) as index:
+        connection.send(str(index.arena_path))
+        for names in (keys(3), keys(2, prompt=1)):
+            connection.recv()  # the worker is there, or has copied
+            plan = index.plan_store("writer", names)
+            connection.send((plan.job_id, plan.slots))
+            if names == keys(3):
+                connection.recv()
+                connection.send((index.complete(plan.job_id), index.flush(30)))
+                index.poll()  # sees that all ranks have opened the arena
+        signal.pause()
+
+
+def test_an_index_that_is_killed_in_the_middle_of_a_store_costs_only_that_and_nothing_old_is_loaded(
+        engine_id: str, tmp_path: Path) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=decide, args=(engine_id, str(tmp_path), theirs))
+    process.start()
+    pages = [torch.zeros(16, size, dtype=torch.uint8) for size in LAYOUT.groups[0].tensor_page_bytes]
+
+    def ask(what: object) -> Any:
+        ours.send(what)
+        assert ours.poll(60)
+        return ours.recv()
+
+    def fill(names: list[bytes]) -> list[int]:
+        for number, name in enumerate(names):
+            for tensor, rows in enumerate(pages):
+                rows[number] = page_bytes(name, 0, 0, tensor, rows.shape[1])
+        return list(range(len(names)))
+
+    try:
+        assert ours.poll(60)
+        arena = Path(ours.recv())
+        assert arena.exists(), "its worker is not there yet"
+        other = TierIndex(LAYOUT, TierConfig(**CONFIG), engine_id=f"{engine_id}-other")
+        assert arena.exists(), "nobody removes what a live process has"
+        other.close()
+        gate = Gate()
+        plan = TierPlan.of(LAYOUT, TierConfig(**CONFIG), engine_id)
+        worker = TierWorker(plan, "cpu", 0, [pages], faults=gate)
+        first_job, slots = ask("opened")
+        worker.submit_store(first_job, 0, fill(keys(3)), slots)
+        assert worker.wait([first_job], 20)
+        assert ask("copied") == (0, True)
+        job, slots = ask("more")
+        gate.opened.clear()
+        worker.submit_store(job, 0, fill(keys(2, prompt=1)), slots)
+    finally:
+        os.kill(process.pid or 0, signal.SIGKILL)
+        process.join(10)
+    assert not arena.exists()
+    with pytest.raises(TransferError, match="no index uses"):
+        worker.submit_load(job + 1, 0, [0, 1], slots)
+    with TierIndex(LAYOUT, TierConfig(**CONFIG, **on_nvme(tmp_path)), model="m@1:0", engine_id=engine_id) as index:
+        gate.opened.set()
+        assert worker.wait([job], 20)
+        assert worker.close()
+        with TierWorker(plan, "cpu", 0, [pages]) as again:
+            assert index.wait_lookup("reader", keys(3), timeout=20).num_hits == 3
+            assert index.wait_lookup("reader", keys(2, prompt=1), timeout=20).num_hits == 0
+            loading = index.plan_load("reader", keys(3))
+            for rows in pages:
+                rows.zero_()
+            again.submit_load(loading.job_id, 0, [0, 1, 2], loading.slots)
+            assert again.wait([loading.job_id], 20)
+            index.complete(loading.job_id)
+            for number, name in enumerate(keys(3)):
+                assert all(torch.equal(rows[number], page_bytes(name, 0, 0, tensor, rows.shape[1])) for tensor, rows in enumerate(pages))
+
+
+def start_and_wait(engine_id: str, connection: Connection) -> None:
+    index = TierIndex(LAYOUT, TierConfig(**CONFIG), engine_id=engine_id)
+    connection.send(str(index.arena_path))
+    signal.pause()
+
+
+def test_the_memory_of_an_index_that_was_killed_before_its_workers_came_is_freed_by_whoever_starts_next(engine_id: str) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=start_and_wait, args=(engine_id, theirs))
+    process.start()
+    try:
+        assert ours.poll(60)
+        arena = Path(ours.recv())
+    finally:
+        os.kill(process.pid or 0, signal.SIGKILL)
+        process.join(10)
+    assert arena.exists()
+    TierIndex(LAYOUT, TierConfig(**CONFIG), engine_id=f"{engine_id}-other").close()
+    assert not arena.exists()

@@ -23,7 +23,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.io.rank_directories import prepare_rank_directory
 from kvtier.pools.page_layout import PageGroup, PageLayout
 from kvtier.pools.rate import parse_rate
@@ -56,7 +56,7 @@ class TieredHiCache(HiCacheStorage):
 
     Raises:
         ConfigError: a misspelt or unusable setting, or an arrangement of ranks that is not supported. Once the pool is registered nothing
-            raises any more: what fails is a miss.
+            but :meth:`clear` raises any more: what fails is a miss.
     """
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
@@ -205,8 +205,16 @@ class TieredHiCache(HiCacheStorage):
     # -- the whole -------------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forget everything, on NVMe too."""
-        self._guarded("clear", None, lambda store, pages: store.reset())
+        """Forget everything, on NVMe too. SGLang answers the user with whether that went well, so here nothing is a miss.
+
+        Raises:
+            KVTierError: there is nothing to clear yet, or any more.
+            TransferError: what lies on NVMe could not be forgotten, and may be found after a restart: clear again.
+        """
+        store = self._store
+        if store is None:
+            raise KVTierError("nothing was cleared: no pool is registered, so no store is open; what lies on NVMe is still there")
+        store.reset()
 
     def get_stats(self) -> Any:
         """Nothing: SGLang wants its own record of bandwidths here. The tier's figures are ``statistics()``."""

@@ -130,6 +130,7 @@ class TieredManager(OffloadingManager):
             loading.jobs.append(plan.job_id)
             loading.from_nvme.update(key for key, level in zip(group_keys, plan.levels, strict=True) if level == Level.NVME)
             parts.append(Part(plan.job_id, group, plan.slots))
+        self.index.end_leases(req_context.req_id)  # of groups of which vLLM has all it needs, too
         return TierTransfer(tuple(parts))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -179,6 +180,8 @@ class TieredManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._has_stored = False
+        for request_id in context.new_req_ids:  # it computes from here on: what was found and not loaded is of no use to it
+            self.index.end_leases(request_id)
         self.index.poll()
         now = time.monotonic()
         if now - self._step_began < FAST_STEP and self.index.has_work:

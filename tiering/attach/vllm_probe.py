@@ -45,6 +45,9 @@ def facts_of(config: OffloadingConfig, kv_caches: CanonicalKVCaches, settings: V
         "parallel": f"tp{config.parallel.tp_size} pp{config.parallel.pp_size} pcp{config.parallel.pcp_size} dcp{config.parallel.dcp_size} "
                     f"world{config.parallel.world_size}",
     }
+    states = {_state_dtypes(layers.get(name)) for group in config.groups for name in group.layer_names} - {""}
+    if states:  # config.model.dtype is that of keys and values; states of two dtypes of one width would read each other's bytes
+        identity["state_dtypes"] = ",".join(sorted(states))
     if vllm_config is None:
         return Facts(pages, is_state, identity, settings.model or "", "vLLM does not say with which configuration it runs")
     identity |= {"hash": str(vllm_config.cache_config.prefix_caching_hash_algo), "model_config": _config_digest(vllm_config)}
@@ -75,6 +78,11 @@ def _without_nvme(vllm_config: VllmConfig, settings: VllmSettings) -> str:
         return ('vLLM knows adapters by name only, and a name may stand for other weights tomorrow; set "trusted_lora_names": true if '
                 "yours never do")
     return ""
+
+
+def _state_dtypes(layer: object) -> str:
+    """Of a recurrent layer's states, in the order in which a page has them; "" of another layer."""
+    return "/".join(map(str, layer.get_state_dtype())) if isinstance(layer, MambaBase) else ""
 
 
 def _config_digest(vllm_config: VllmConfig) -> str:

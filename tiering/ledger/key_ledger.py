@@ -193,7 +193,6 @@ class KeyLedger(KeyFinder):
         return job
 
     def _move_on(self, request: KeyRequest, group: int) -> None:
-        """The request has what it looked up, or does without."""
         self._end_leases(request, group)
         request.deadline = 0.0
         request.is_late = False
@@ -206,6 +205,12 @@ class KeyLedger(KeyFinder):
         level.queues.claim(block)
         block.priority = priority
         level.queue_as_used(block)
+
+    def move_on(self, request: KeyRequest) -> None:
+        """The request has what it looked up, or does without."""
+        for group in range(len(self.allocators)):
+            self._move_on(request, group)
+        self.start_reads()
 
     # -- time, files -----------------------------------------------------------------------------------------------------
 
@@ -264,6 +269,14 @@ class KeyLedger(KeyFinder):
             self.allocators[group].quarantine_slot(slot)
         for group, slot, key, priority, expiry, _hits in sorted(rows, key=itemgetter(5)):
             self.allocators[group].adopt_warm(slot, key, priority, expiry)
+
+    def count_on(self, before: KeyLedger) -> None:
+        """What has been counted, in place of another ledger: nobody's counters go back."""
+        self.counters = before.counters
+        self.version = before.version
+        self.stored_blocks, self.loaded_blocks, self.promoted_blocks = before.stored_blocks, before.loaded_blocks, before.promoted_blocks
+        self.known_blocks, self.refused_blocks = before.known_blocks, before.refused_blocks
+        self.expired_jobs, self.expired_lookups = before.expired_jobs, before.expired_lookups
 
     def reset(self) -> None:
         """Forget all content and all leases, and give up all jobs. Moves under way end without anybody wanting what they bring."""

@@ -5,6 +5,7 @@ Where SGLang is installed, its abstract class is what the adapter is compared wi
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import inspect
@@ -19,10 +20,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KVTierError, TransferError
+from kvtier.io.store_directory import StoreDirectory
 from kvtier.tiering.attach.sglang import TieredHiCache
 from kvtier.tiering.attach.sglang_interface import WithoutSGLang, check_base
 from kvtier.tiering.attach.sglang_pages import HostPages
+from kvtier.tiering.ledger.keyed_level import KeyedLevel
 
 sys.path.append(str(Path(__file__).parent))
 from sglang_double import ABSTRACT, PUBLISHED, VERSION, Controller, HostPool, StorageConfig
@@ -263,7 +266,8 @@ def test_before_a_pool_is_registered_and_after_closing_everything_is_a_miss(atta
         assert backend.batch_set_v1(chain(1), torch.arange(4)) == [False]
         assert backend.batch_get_v1(chain(1), torch.arange(4)) == [False]
         assert backend.statistics() is None
-        backend.clear()
+        with pytest.raises(KVTierError, match="nothing was cleared"):
+            backend.clear()
         backend.close()
 
 
@@ -273,11 +277,54 @@ def test_no_exception_reaches_sglang(attach: Callable[..., Controller], monkeypa
     def broken(*arguments: Any, **others: Any) -> Any:
         raise RuntimeError("a bug of ours")
 
-    for name in ("count", "read", "write", "reset"):
+    for name in ("count", "read", "write"):
         monkeypatch.setattr(controller.backend._store, name, broken)
     assert controller.hits(chain(2)) == controller.fetch(chain(2), [0, 1]) == controller.backup(chain(2), [0, 1]) == 0
     assert controller.backend.get("key", torch.zeros(192, dtype=torch.bfloat16)) is None
-    controller.backend.clear()
+
+
+def full_disk(*_given: Any) -> None:
+    raise OSError(errno.ENOSPC, "no space left")
+
+
+def cut_short(*_given: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_clear_that_failed_says_so_and_is_made_good_by_the_next_one(attach: Callable[..., Controller], tmp_path: Path,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang catches what a backend's ``clear`` raises, and answers its user with it."""
+    first = attach(**nvme(tmp_path / "kv"))
+    first.backup(chain(4), [0, 1, 2, 3])
+    settle(first)
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreDirectory, "start_generation", full_disk)
+        with pytest.raises(TransferError, match="could not be written down"):
+            first.backend.clear()
+    assert first.hits(chain(4)) == 0
+    first.backend.clear()
+    first.backend.close()
+    assert attach(**nvme(tmp_path / "kv")).hits(chain(4)) == 0
+
+
+@pytest.mark.parametrize("is_lasting", [False, True])
+def test_a_clear_that_failed_or_was_cut_short_is_made_again_when_the_backend_is_closed(
+        attach: Callable[..., Controller], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+        is_lasting: bool) -> None:
+    first = attach(**nvme(tmp_path / "kv"))
+    first.backup(chain(4), [0, 1, 2, 3])
+    settle(first)
+    with monkeypatch.context() as patch:
+        patch.setattr(KeyedLevel, "forget", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            first.backend.clear()
+    with monkeypatch.context() as patch:
+        if is_lasting:
+            patch.setattr(StoreDirectory, "start_generation", full_disk)
+        first.backend.close()
+    assert ("kvtier store clear" in caplog.text) == is_lasting
+    again = attach(**nvme(tmp_path / "kv"))
+    assert is_lasting or again.hits(chain(4)) == 0
 
 
 def test_clear_forgets_what_is_on_nvme_too(attach: Callable[..., Controller], tmp_path: Path) -> None:

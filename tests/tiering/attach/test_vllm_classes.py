@@ -20,6 +20,7 @@ from kvtier.errors import TransferError
 from kvtier.io.fault_text import parse_faults
 from kvtier.pools.page_layout import PageGroup, PageLayout
 from kvtier.tiering.config import TierConfig
+from kvtier.tiering.ledger.key_ledger import KeyLedger
 from kvtier.tiering.tier_index import TierIndex
 from kvtier.tiering.tier_worker import TierWorker
 
@@ -263,6 +264,45 @@ def test_a_request_that_ran_through_a_reset_stores_nothing_until_it_is_computed_
     assert rig.look(rig.request("after"), rig.key(0)) is rig.state.MISS
     assert rig.look(running, rig.key(0)) is rig.state.MISS  # pre-empted: it starts again with what is found now
     assert rig.store(running, [rig.key(0)], [0, 1], [2, 0], [0, 0]) == [rig.key(0)]
+
+
+@pytest.mark.parametrize("end", ["load of the other group", "computes without"])
+def test_what_a_request_found_and_does_not_load_is_not_held_while_it_runs(rig: Rig, end: str) -> None:
+    """vLLM looks up all groups, and loads of each what it lacks: of some nothing, or nothing at all where one group misses."""
+    keys = [rig.key(0), rig.key(1, group=1)]
+    writer = rig.request("writer")
+    rig.store(writer, keys, [0, 1, 2, 3], [2, 2], [0, 0])
+    rig.end(writer)
+    reader = rig.request("reader")
+    assert [rig.look(reader, key) for key in keys] == [rig.state.HIT] * 2
+    if end == "computes without":
+        rig.manager.on_schedule_end(rig.end_of_step(new_req_ids=["somebody else"], preempted_req_ids=()))
+        assert rig.held() == (2, 0, 1), "it still waits"
+        rig.manager.on_schedule_end(rig.end_of_step(new_req_ids=["reader"], preempted_req_ids=()))
+    else:
+        rig.load(reader, keys[:1], [5, 6], [2, 0], [0, 0])
+    assert rig.held() == (0, 0, 1)
+    rig.end(reader)
+
+
+def test_counters_do_not_go_back_when_the_index_breaks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prometheus refuses a counter that is to be decreased, and that would end vLLM."""
+    context = rig.request("one")
+    rig.store(context, [rig.key(0)], [0, 1], [2, 0], [0, 0])
+    assert rig.look(context, rig.key(0)) is rig.state.HIT
+    rig.load(context, [rig.key(0)], [5, 6], [2, 0], [0, 0])
+    before = rig.index.stats()
+    with monkeypatch.context() as patch:
+        patch.setattr(KeyLedger, "prefetch", lambda *_given: next(iter(())))
+        with pytest.raises(StopIteration):
+            rig.index.prefetch([rig.key(0)[:32]])
+    assert rig.index.broken
+    assert rig.look(rig.request("two"), rig.key(0)) is rig.state.MISS
+    assert rig.manager.prepare_store([rig.key(0)], context).keys_to_store == []
+    after = rig.index.stats()
+    assert (after.stored_blocks, after.loaded_blocks, after.hit_blocks) == (before.stored_blocks, before.loaded_blocks, before.hit_blocks)
+    assert after.refused_blocks >= before.refused_blocks
+    rig.manager.on_schedule_end(rig.end_of_step(new_req_ids=(), preempted_req_ids=()))
 
 
 def test_a_requests_wishes_reach_the_tier(rig: Rig) -> None:

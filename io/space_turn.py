@@ -1,0 +1,51 @@
+"""``alone_on``: one process at a time preallocates on a file system (design: NVMe rules, "the cap").
+
+Ranks start together, each with a store of its own on one drive. Each looks at what is free and then takes it: without turns several find
+room for what fits once, and the reserve, or the last of them, pays for it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from kvtier.pools.host_memory import mount_of
+
+_log = logging.getLogger(__name__)
+
+TURN_SECONDS: Final = 300.0
+"""Longest wait for the others: a file system that cannot preallocate writes whole files instead."""
+_PAUSE: Final = 0.01
+
+
+@contextmanager
+def alone_on(folder: Path, timeout: float = TURN_SECONDS) -> Iterator[None]:
+    """Nobody else who asks for the same is between looking and taking on the file system of ``folder``. The lock is on its mount point, and
+    ends with the process. Where there is no such lock, or it is not to be had in time, it goes on without."""
+    file = -1
+    try:
+        with suppress(OSError):  # a mount point that we may not read, a file system without locks
+            file = os.open(mount_of(folder)[1], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            _lock(file, time.monotonic() + timeout, folder)
+        yield
+    finally:
+        if file >= 0:
+            os.close(file)
+
+
+def _lock(file: int, deadline: float, folder: Path) -> None:
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                _log.warning("%s: another process is still preallocating on this file system; its space is not waited for", folder)
+                return
+        time.sleep(_PAUSE)
