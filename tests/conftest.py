@@ -6,7 +6,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent))  # so that test modules can import property_examples: importlib mode puts no folder there
+# So that test modules can import property_examples. Not this folder itself: tests/vllm would be taken for vLLM.
+sys.path.append(str(Path(__file__).parent / "support"))
 
 with suppress(ModuleNotFoundError):  # `make test-gpu` does without hypothesis
     from hypothesis import HealthCheck, Phase, settings

@@ -143,8 +143,7 @@ ADAPTER = ("vllm_manager", "vllm_metrics", "vllm_worker")
 
 
 def is_installed() -> bool:
-    found = None if "vllm" in sys.modules else importlib.util.find_spec("vllm")
-    return found is not None and found.origin is not None  # a folder of tests of this name is a package, too, where tests/ is in the path
+    return "vllm" not in sys.modules and importlib.util.find_spec("vllm") is not None
 
 
 @contextmanager
