@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ def test_a_delay_does_not_hold_up_other_operations(monkeypatch: pytest.MonkeyPat
         delayed.set()
         goes_on.wait(60.0)
 
-    monkeypatch.setattr(faults_module.time, "sleep", sleep)
+    monkeypatch.setattr(faults_module, "time", SimpleNamespace(sleep=sleep))
     thread = threading.Thread(target=faults.before, args=(FaultOperation.READ,), daemon=True)
     thread.start()
     assert delayed.wait(60.0)
