@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -43,11 +44,13 @@ def test_work_runs_in_the_order_of_submission(stream: CpuStream) -> None:
 
 @pytest.fixture
 def nobody_interrupts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A thread keeps the GIL until it gives it up by itself."""
-    monkeypatch.setattr(cpu_stream, "_LONGEST_TURN", 10.0)
+    """A thread keeps the GIL until it gives it up by itself, and not because it collects what other tests left, which may give it up."""
+    monkeypatch.setattr(cpu_stream, "_LONGEST_TURN", 60.0)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(100.0)
+    gc.disable()
     yield
+    gc.enable()
     sys.setswitchinterval(interval)
 
 
@@ -67,12 +70,12 @@ def test_nobody_makes_way_for_a_worker_that_is_busy(stream: CpuStream, monkeypat
 
     def work() -> None:
         begun.set()
-        gate.wait(20.0)
+        gate.wait(60.0)
 
     first = stream.submit(work)
     assert begun.wait(60.0)
     second = stream.submit(lambda: None)
-    monkeypatch.setattr(cpu_stream, "_LONGEST_TURN", 20.0)  # as long as the work takes, if this waited
+    monkeypatch.setattr(cpu_stream, "_LONGEST_TURN", 60.0)  # as long as the work takes, if this waited
     stream.let_begin()
     assert not first.is_done()
     gate.set()
