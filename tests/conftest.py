@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Final
+
+sys.path.append(str(Path(__file__).parent))  # so that test modules can import property_examples: importlib mode puts no folder there
 
 _OF_THE_CALLER: Final = re.compile(
     r"COLUMNS|LINES|TERM|TERMINAL_WIDTH|COLORTERM|NO_COLOR|FORCE_COLOR|PY_COLORS|CLICOLOR\w*|TTY_\w+|GITHUB_ACTIONS"
