@@ -140,8 +140,9 @@ class Faults:
         """
         for rule in self._draw(operation, FaultKind.DELAY, level):
             time.sleep(rule.seconds)
+        hangs_end = self._hangs_end  # before the hit is counted: who has seen the count and ends all hangs ends this one too
         for rule in self._draw(operation, FaultKind.HANG, level):
-            self._hangs_end.wait(rule.seconds or None)
+            hangs_end.wait(rule.seconds or None)
             raise OSError(EIO, f"{os.strerror(EIO)} (after it hung, injected into {operation.value})")
         for rule in self._draw(operation, FaultKind.FAILURE, level):
             raise OSError(rule.errno, f"{os.strerror(rule.errno)} (injected into {operation.value})")

@@ -1,13 +1,27 @@
-"""Profiles of the property tests: ``--hypothesis-profile=long`` looks much further than the default one."""
+"""What no test may depend on: the caller's terminal, proxies and settings of kvtier; and the profiles of the property tests.
+
+``--hypothesis-profile=long`` looks much further than the default one.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 # So that test modules can import property_examples. Not this folder itself: tests/vllm would be taken for vLLM.
 sys.path.append(str(Path(__file__).parent / "support"))
+
+_OF_THE_CALLER: Final = re.compile(
+    r"COLUMNS|LINES|TERM|TERMINAL_WIDTH|COLORTERM|NO_COLOR|FORCE_COLOR|PY_COLORS|CLICOLOR\w*|TTY_\w+|GITHUB_ACTIONS"
+    r"|\w+_proxy|\w+_PROXY|KVTIER_(?!GPU_TEST_)\w+")
+"""Variables that change what is printed, how it is wrapped, whom a test on this machine asks, or how a cache is configured."""
+
+for _name in filter(_OF_THE_CALLER.fullmatch, list(os.environ)):  # here: some are read when a package is imported
+    del os.environ[_name]
 
 with suppress(ModuleNotFoundError):  # `make test-gpu` does without hypothesis
     from hypothesis import HealthCheck, Phase, settings

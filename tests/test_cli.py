@@ -47,13 +47,13 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
             "except SystemExit as leaving: assert not leaving.code, leaving.code\n"
             "heavy = {'torch', 'numpy', 'pydantic_settings', 'yaml', 'transformers', 'cupy', 'kvikio'} & set(sys.modules)\n"
             "assert not heavy, heavy\n")
-    found = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120, check=False)
     assert found.returncode == 0, found.stderr
     assert "kvtier" in found.stdout
 
 
 def test_importing_kvtier_imports_no_torch() -> None:
-    subprocess.run([sys.executable, "-c", "import sys, kvtier; assert 'torch' not in sys.modules"], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", "import sys, kvtier; assert 'torch' not in sys.modules"], check=True, timeout=120)
 
 
 def test_version_is_the_package_version() -> None:
@@ -162,7 +162,7 @@ cli.main()
 def test_a_signal_ends_a_command_in_order_and_one_line_says_so(
         tmp_path: Path, number: int, code: int, line: str, inside: str) -> None:
     found = subprocess.run([sys.executable, "-c", WAITING, "wait", str(tmp_path / "temporary"), str(int(number)), inside],
-                           capture_output=True, text=True, timeout=30, check=False)
+                           capture_output=True, text=True, timeout=120, check=False)
     assert (found.returncode, found.stderr) == (code, line)
     assert not (tmp_path / "temporary").exists()
 
@@ -170,7 +170,7 @@ def test_a_signal_ends_a_command_in_order_and_one_line_says_so(
 @pytest.mark.parametrize("inside", ["--at-once", "--no-at-once"])
 def test_sigterm_ends_a_background_job_whose_interrupts_are_ignored(tmp_path: Path, inside: str) -> None:
     found = subprocess.run([sys.executable, "-c", WAITING, "wait", str(tmp_path / "temporary"), str(int(signal.SIGTERM)), inside,
-                            "--ignored"], capture_output=True, text=True, timeout=30, check=False)
+                            "--ignored"], capture_output=True, text=True, timeout=120, check=False)
     assert (found.returncode, found.stderr) == (143, "kvtier: ended by SIGTERM\n")
     assert not (tmp_path / "temporary").exists()
 
@@ -230,7 +230,7 @@ def test_the_models_that_are_known_can_be_listed_without_a_trace(monkeypatch: py
     (["replay", "{trace}", "--primary", "8 blocks"], "trace.jsonl, line 2: not JSON"),
     (["tune", "{trace}"], "trace.jsonl, line 2: not JSON"),
     (["tune", "{trace}", "--model", "lama-3-8b"], "did you mean llama-3-8b"),
-    (["replay", "{trace}", "--primary", "8 blocks", "--json", "/nonexistent/x.json"], "cannot be written")])
+    (["replay", "{trace}", "--primary", "8 blocks", "--json", "{trace}/x.json"], "cannot be written")])
 def test_a_trace_that_cannot_be_used_ends_with_exit_code_2(tmp_path: Path, command: list[str], said: str) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [0]}\n{"timestamp"')

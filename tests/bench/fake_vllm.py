@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import socketserver
 import threading
 import time
 import zlib
@@ -42,7 +43,7 @@ class Behaviour:
     requests: int = 0
 
 
-class FakeVllm(http.server.ThreadingHTTPServer):
+class FakeVllm(socketserver.ThreadingTCPServer):  # not HTTPServer, which looks its own name up: seconds where nobody knows it
     """One server; ``behaviour`` may be changed while it runs."""
 
     daemon_threads = True
@@ -59,7 +60,7 @@ class FakeVllm(http.server.ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+        return f"http://127.0.0.1:{self.server_address[1]}"
 
     def restart(self) -> None:
         """What is on NVMe is all that is left."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from kvtier.bench import load as load_bench
+from kvtier.bench import load_engine
 from kvtier.bench.load import GRID, LOAD, RECOMPUTE, LoadPlan, measure_load
 from kvtier.bench.load_engine import TimedEngine, block_content
 from kvtier.errors import ConfigError
@@ -94,7 +96,7 @@ def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 
 def test_the_engine_takes_the_time_that_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(np.arange(0.0, 10.0, 0.01).tolist())
-    monkeypatch.setattr(load_bench.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(load_engine, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     engine = TimedEngine(1000.0)
     assert engine.prefill(0, 500) == pytest.approx(engine.cost.seconds(0, 500), abs=0.011)
     assert engine.cost.seconds(4000, 4500) > engine.cost.seconds(0, 500)

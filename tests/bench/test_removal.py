@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from kvtier.bench import removal
 from kvtier.bench.removal import remove_folder
 
 
@@ -66,17 +67,22 @@ def test_a_thread_that_is_still_writing_does_not_keep_the_folder(tmp_path: Path)
     assert not folder.exists()
 
 
-def test_a_folder_that_is_made_again_is_removed_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", [0.2, 0.9])
+def test_a_folder_that_is_made_again_is_removed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: float) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
+    now, made_again = 100.0, False
 
-    def make_again() -> None:
-        time.sleep(0.2)
-        folder.mkdir()
-        (folder / "file").write_text("late")
+    def sleep(seconds: float) -> None:
+        nonlocal now, made_again
+        now += seconds
+        if now >= 100.0 + late and not made_again:
+            folder.mkdir()
+            (folder / "file").write_text("late")
+            made_again = True
 
-    late = threading.Thread(target=make_again)
-    late.start()
+    monkeypatch.setattr(removal, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
     remove_folder(folder, calm=1.0)
-    late.join()
+    assert made_again
     assert not folder.exists()
+    assert now >= 101.0 + late, "it stayed away for as long after that"

@@ -151,7 +151,7 @@ def test_rows_are_in_bytes_of_the_models_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    ({"json_file": Path("/nonexistent/out.json")}, "cannot be written"), ({"primary": "5"}, "--primary='5': a size needs a unit"),
+    ({"json_file": Path(__file__, "out.json")}, "cannot be written"), ({"primary": "5"}, "--primary='5': a size needs a unit"),
     ({"policy": "best"}, "--policy='best': unknown"), ({"model": "llama-3-8"}, "--model='llama-3-8': .*did you mean llama-3-8b"),
     ({"secondary": "1KiB"}, "--secondary='1KiB': less than one block"),
     ({"primary": "0.001%"}, "--primary='0.001%': less than one of the trace's"),

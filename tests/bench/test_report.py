@@ -176,6 +176,6 @@ def test_a_pipe_is_written_to_and_never_replaced(tmp_path: Path) -> None:
     reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
     reader.start()
     write_json(pipe, {"kvtier": "x"})
-    reader.join(10)
+    reader.join(60)
     assert json.loads(read[0]) == {"kvtier": "x"}
     assert pipe.is_fifo()

@@ -199,7 +199,7 @@ def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    ({"json_file": Path("/nonexistent/x.json")}, "cannot be written"), ({"html_file": Path("/nonexistent/x.html")}, "cannot be written"),
+    ({"json_file": Path(__file__, "x.json")}, "cannot be written"), ({"html_file": Path(__file__, "x.html")}, "cannot be written"),
     ({"config_file": Path("tier.toml")}, r"name a \.yaml file"), ({"model": "gpt-oss-21b"}, "did you mean gpt-oss-20b"),
     ({"endurance": "5%"}, "--endurance='5%': must be a size in bytes"), ({"endurance": "0TB"}, "at least 1 byte"),
     ({"nvme_directory": Path(__file__)}, "not a folder"), ({"prefill_rate": 0.0}, "--prefill-rate=0.0"), ({"sample": 2.0}, "--sample=2.0"),

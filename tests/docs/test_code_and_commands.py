@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -59,9 +61,12 @@ def test_blocks_say_their_language_and_marks_that_are_known(page: Path) -> None:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A free one that the system gives nobody meanwhile who asks for any, and that another process of the tests does not try first."""
+    for number in range(10_000 + os.getpid() % 20_000, 32_768):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", number))
+            return number
+    raise AssertionError("no port is free")
 
 
 def test_code_of_the_adapters_pages_is_run_by_a_test_that_names_the_page() -> None:

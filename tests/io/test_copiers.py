@@ -82,7 +82,7 @@ def test_exactly_the_named_slots_are_copied(place: Place, route: tuple[int, int]
         np.testing.assert_array_equal(rows_of(place, level), rows)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[*settings().suppress_health_check, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_set_of_independent_pairs_is_copied_byte_for_byte(
         place: Place, data: st.DataObject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,14 +229,14 @@ def another_thread_runs_beside(calls: list[row_copier.Call]) -> bool:
     sys.setswitchinterval(100.0)  # before the thread is there: it must not have begun to wait for the GIL with a shorter one
     try:
         other.start()
-        assert is_there.wait(10.0)
+        assert is_there.wait(60.0)
         gate.release()
         for call in calls:
             call()
         return bool(turns)
     finally:
         sys.setswitchinterval(interval)
-        other.join(10.0)
+        other.join(60.0)
 
 
 def test_a_call_that_was_planned_copies_when_it_is_made() -> None:

@@ -190,14 +190,14 @@ def test_the_command_says_what_was_chosen_or_why_nothing(
 def test_another_process_measures(tmp_path: Path) -> None:
     script = tmp_path / "says.py"
 
-    def asked(text: str, patience: float = 20.0) -> tuple[dict[str, str], str]:
+    def asked(text: str, patience: float = 120.0) -> tuple[dict[str, str], str]:
         script.write_text(text)
         return measured_elsewhere("cuda:3", patience=patience, command=(sys.executable, str(script)))
 
     says = "import json, sys; print('noise'); print(json.dumps({'paths': {'up': sys.argv[1]}, 'reason': ''}))"
     assert asked(says) == ({"up": "cuda:3"}, "")
     assert asked("import sys; sys.exit('no luck')") == ({}, "measuring ended with exit code 1: no luck")
-    assert asked("import time; time.sleep(60)", 0.2)[1].startswith("measuring did not end within")
+    assert asked("import time; time.sleep(6000)", 0.2)[1].startswith("measuring did not end within")
     assert measured_elsewhere("cuda:3", command=(str(tmp_path / "missing"),))[1].startswith("measuring cannot be started")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -19,14 +20,14 @@ from kvtier.io.device import open_device
 def stream() -> Iterator[CpuStream]:
     made = CpuStream("test")
     yield made
-    made.close(5.0)
+    made.close(60.0)
 
 
 @pytest.fixture
 def other() -> Iterator[CpuStream]:
     made = CpuStream("other")
     yield made
-    made.close(5.0)
+    made.close(60.0)
 
 
 def fail() -> None:
@@ -37,24 +38,26 @@ def test_work_runs_in_the_order_of_submission(stream: CpuStream) -> None:
     seen: list[int] = []
     for number in range(200):
         stream.submit(lambda number=number: seen.append(number))  # type: ignore[misc]
-    assert stream.synchronize(5.0)
+    assert stream.synchronize(60.0)
     assert seen == list(range(200))
 
 
 @pytest.fixture
 def nobody_interrupts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A thread keeps the GIL until it gives it up by itself."""
-    monkeypatch.setattr(cpu_stream, "_LONGEST_TURN", 10.0)
+    """A thread keeps the GIL until it gives it up by itself, and not because it collects what other tests left, which may give it up."""
+    monkeypatch.setattr(cpu_stream, "_LONGEST_TURN", 60.0)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(100.0)
+    gc.disable()
     yield
+    gc.enable()
     sys.setswitchinterval(interval)
 
 
 @pytest.mark.usefixtures("nobody_interrupts")
 def test_a_thread_that_goes_on_in_python_lets_work_begin_first(stream: CpuStream) -> None:
     for _ in range(20):
-        assert stream.synchronize(5.0)
+        assert stream.synchronize(60.0)
         seen: list[str] = []
         stream.submit(lambda: seen.append("begun"))  # noqa: B023 - it is called in this round
         stream.let_begin()
@@ -67,16 +70,16 @@ def test_nobody_makes_way_for_a_worker_that_is_busy(stream: CpuStream, monkeypat
 
     def work() -> None:
         begun.set()
-        gate.wait(20.0)
+        gate.wait(60.0)
 
     first = stream.submit(work)
-    assert begun.wait(5.0)
+    assert begun.wait(60.0)
     second = stream.submit(lambda: None)
-    monkeypatch.setattr(cpu_stream, "_LONGEST_TURN", 20.0)  # as long as the work takes, if this waited
+    monkeypatch.setattr(cpu_stream, "_LONGEST_TURN", 60.0)  # as long as the work takes, if this waited
     stream.let_begin()
     assert not first.is_done()
     gate.set()
-    assert second.wait(5.0)
+    assert second.wait(60.0)
     stream.let_begin()  # nor for one that has nothing to do
 
 
@@ -85,21 +88,21 @@ def test_work_runs_after_the_events_of_another_stream(stream: CpuStream, other: 
     gate = threading.Event()
 
     def slow() -> None:
-        gate.wait(5.0)
+        gate.wait(60.0)
         seen.append("first")
 
     first = other.submit(slow)
     second = stream.submit(lambda: seen.append("second"), after=(first,))
     assert not second.wait(0.05)
     gate.set()
-    assert second.wait(5.0)
+    assert second.wait(60.0)
     assert seen == ["first", "second"]
 
 
 def test_a_failure_is_the_events_error_and_the_stream_goes_on(stream: CpuStream) -> None:
     failed = stream.submit(fail)
     fine = stream.submit(lambda: None)
-    assert fine.wait(5.0)
+    assert fine.wait(60.0)
     assert failed.is_done()
     assert isinstance(failed.error, ValueError)
     assert fine.error is None
@@ -108,7 +111,7 @@ def test_a_failure_is_the_events_error_and_the_stream_goes_on(stream: CpuStream)
 def test_a_failed_event_orders_but_does_not_fail_what_comes_after_it(stream: CpuStream, other: CpuStream) -> None:
     failed = other.submit(fail)
     after = stream.submit(lambda: None, after=(failed,))
-    assert after.wait(5.0)
+    assert after.wait(60.0)
     assert after.error is None
 
 
@@ -117,7 +120,7 @@ def test_even_an_exit_raised_by_work_does_not_end_the_worker(stream: CpuStream) 
         raise SystemExit(3)
 
     left = stream.submit(leave)
-    assert stream.synchronize(5.0)
+    assert stream.synchronize(60.0)
     assert isinstance(left.error, SystemExit)
 
 
@@ -130,20 +133,19 @@ def test_the_completion_call_comes_once_after_the_event_and_may_fail(stream: Cpu
         raise RuntimeError("on purpose")
 
     stream.submit(lambda: None, done=done)
-    assert stream.synchronize(5.0)
-    assert stream.synchronize(5.0)
+    assert stream.synchronize(60.0)
+    assert stream.synchronize(60.0)
     assert calls == [True]
 
 
 def test_a_wait_keeps_its_time_out(stream: CpuStream) -> None:
     gate = threading.Event()
-    event = stream.submit(lambda: gate.wait(5.0) and None)
-    start = time.monotonic()
+    event = stream.submit(lambda: gate.wait(60.0) and None)
     assert not event.wait(0.05)
     assert not event.wait(0.0)
     assert not event.wait(-1.0)
     assert not stream.synchronize(0.05)
-    assert time.monotonic() - start < 2.0
+    assert not event.is_done(), "all of them were over before the work was"
     gate.set()
     assert event.wait(1e12)
     assert event.wait()
@@ -151,14 +153,14 @@ def test_a_wait_keeps_its_time_out(stream: CpuStream) -> None:
 
 def test_many_threads_may_wait_for_one_event(stream: CpuStream) -> None:
     gate = threading.Event()
-    event = stream.submit(lambda: gate.wait(5.0) and None)
+    event = stream.submit(lambda: gate.wait(60.0) and None)
     results: list[bool] = []
-    threads = [threading.Thread(target=lambda: results.append(event.wait(5.0))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: results.append(event.wait(60.0))) for _ in range(8)]
     for thread in threads:
         thread.start()
     gate.set()
     for thread in threads:
-        thread.join(5.0)
+        thread.join(60.0)
     assert results == [True] * 8
 
 
@@ -166,9 +168,9 @@ def test_close_finishes_what_is_queued_and_then_refuses_work(stream: CpuStream) 
     seen: list[int] = []
     for number in range(50):
         stream.submit(lambda number=number: seen.append(number))  # type: ignore[misc]
-    assert stream.close(5.0)
+    assert stream.close(60.0)
     assert len(seen) == 50
-    assert stream.close(5.0)
+    assert stream.close(60.0)
     with pytest.raises(TransferError, match="closed"):
         stream.submit(lambda: None)
 
@@ -176,13 +178,12 @@ def test_close_finishes_what_is_queued_and_then_refuses_work(stream: CpuStream) 
 def test_close_is_bounded_when_work_hangs_and_what_had_not_begun_fails(stream: CpuStream) -> None:
     gate = threading.Event()
     ran: list[int] = []
-    stream.submit(lambda: gate.wait(5.0) and None)
+    hanging = stream.submit(lambda: gate.wait(60.0) and None)
     waiting = stream.submit(lambda: ran.append(1))
-    start = time.monotonic()
     assert not stream.close(0.05)
-    assert time.monotonic() - start < 2.0
+    assert not hanging.is_done(), "it was over before the work was"
     gate.set()
-    assert waiting.wait(5.0)
+    assert waiting.wait(60.0)
     assert isinstance(waiting.error, TransferError)
     assert ran == []
 
@@ -191,7 +192,7 @@ def test_a_closed_stream_does_not_wait_for_ever_for_another_streams_event(stream
     never = CpuEvent()
     waiting = stream.submit(lambda: None, after=(never,))
     assert not stream.close(0.05)
-    assert waiting.wait(5.0)
+    assert waiting.wait(60.0)
     assert isinstance(waiting.error, TransferError)
 
 
@@ -205,9 +206,9 @@ def test_an_idle_stream_keeps_nothing_of_its_last_work_alive(stream: CpuStream) 
     payload = Payload()
     gone = weakref.ref(payload)
     stream.submit(payload.work)
-    assert stream.synchronize(5.0)
+    assert stream.synchronize(60.0)
     del payload
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + 60.0
     while gone() is not None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert gone() is None
@@ -221,10 +222,10 @@ def test_on_the_cpu_the_engine_waits_on_the_host_and_has_nothing_pending(stream:
     assert device.name == "cpu"
     assert device.engine_event(None).is_done()
     gate = threading.Event()
-    event = stream.submit(lambda: gate.wait(5.0) and None)
+    event = stream.submit(lambda: gate.wait(60.0) and None)
     assert not device.engine_waits(None, [finished_event(), event], 0.05)
     gate.set()
-    assert device.engine_waits(None, [event], 5.0)
+    assert device.engine_waits(None, [event], 60.0)
     assert device.engine_waits(None, [event], None)
 
 
@@ -241,20 +242,20 @@ def test_what_is_over_is_reported_in_order_while_the_next_work_runs() -> None:
 
     def second() -> None:
         second_began.set()
-        assert first_reported.wait(10.0)  # it would never come if the worker had to call back itself
+        assert first_reported.wait(60.0)  # it would never come if the worker had to call back itself
 
     def first_over(_event: object) -> None:
-        assert second_began.wait(10.0)
+        assert second_began.wait(60.0)
         reported.append(1)
         first_reported.set()
 
     gate = threading.Event()
-    stream.submit(lambda: gate.wait(10.0) and None)
+    stream.submit(lambda: gate.wait(60.0) and None)
     stream.submit(lambda: None, done=first_over)
     last = stream.submit(second, done=lambda _event: reported.append(2))
     gate.set()
-    assert last.wait(10.0)
-    assert stream.close(10.0)  # has reported everything when it is True
+    assert last.wait(60.0)
+    assert stream.close(60.0)  # has reported everything when it is True
     assert last.error is None
     assert reported == [1, 2]
 
@@ -262,12 +263,12 @@ def test_what_is_over_is_reported_in_order_while_the_next_work_runs() -> None:
 def test_a_callback_that_hangs_does_not_make_close_hang() -> None:
     stream = CpuStream("test")
     gate, release = threading.Event(), threading.Event()
-    stream.submit(lambda: gate.wait(10.0) and None)
-    stream.submit(lambda: None, done=lambda _event: release.wait(10.0) and None)
+    stream.submit(lambda: gate.wait(60.0) and None)
+    stream.submit(lambda: None, done=lambda _event: release.wait(60.0) and None)
     stream.submit(lambda: None, done=lambda _event: None)
     gate.set()
     try:
         assert not stream.close(0.2)
     finally:
         release.set()
-    assert stream.close(10.0)
+    assert stream.close(60.0)

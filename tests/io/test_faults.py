@@ -8,11 +8,13 @@ import re
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from kvtier.errors import ConfigError
+from kvtier.io import faults as faults_module
 from kvtier.io.fault_text import KINDS, parse_faults
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
 from kvtier.types import Level
@@ -74,15 +76,26 @@ def test_a_delay_rule_sleeps_and_lets_the_operation_go_on() -> None:
     assert time.monotonic() - start >= 0.05
 
 
-def test_a_delay_does_not_hold_up_other_operations() -> None:
+def test_a_delay_does_not_hold_up_other_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     faults = Faults([FaultRule(FaultKind.DELAY, FaultOperation.READ, seconds=2.0)])
+    delayed, goes_on = threading.Event(), threading.Event()
+    asked: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        asked.append(seconds)
+        delayed.set()
+        goes_on.wait(60.0)
+
+    monkeypatch.setattr(faults_module, "time", SimpleNamespace(sleep=sleep))
     thread = threading.Thread(target=faults.before, args=(FaultOperation.READ,), daemon=True)
     thread.start()
-    while faults.counts()["nvme.read.delay"] == 0:
-        time.sleep(0.001)
-    start = time.monotonic()
+    assert delayed.wait(60.0)
     faults.before(FaultOperation.WRITE)
-    assert time.monotonic() - start < 1.0
+    assert faults.counts() == {"nvme.read.delay": 1}
+    assert thread.is_alive(), "the read is still being delayed"
+    goes_on.set()
+    thread.join(60.0)
+    assert asked == [2.0]
 
 
 def test_a_flipped_bit_is_exactly_one_also_of_a_strided_buffer() -> None:
@@ -115,11 +128,28 @@ def test_a_hang_ends_when_its_time_is_over_or_when_all_hangs_are_ended_and_then_
 
     thread = threading.Thread(target=hang, daemon=True)
     thread.start()
+    while faults.counts()["nvme.read.hang"] < 2:
+        time.sleep(0.001)
     thread.join(0.05)
     assert thread.is_alive(), "without a time it hangs until it is told otherwise"
     faults.end_hangs()
-    thread.join(10)
+    thread.join(60.0)
     assert [error.errno for error in errors] == [errno.EIO]
+
+
+def test_all_hangs_end_also_one_that_has_been_counted_and_has_not_begun_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = Faults([FaultRule(FaultKind.HANG, FaultOperation.READ)])
+    draw = faults._draw
+
+    def interrupted(operation: FaultOperation, kind: FaultKind, level: Level | None) -> list[FaultRule]:
+        hit = draw(operation, kind, level)
+        if hit:
+            faults.end_hangs()
+        return hit
+
+    monkeypatch.setattr(faults, "_draw", interrupted)
+    with pytest.raises(OSError, match="after it hung"):
+        faults.before(FaultOperation.READ)
 
 
 def test_counts_stay_exact_with_many_threads() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -87,10 +86,9 @@ def test_a_read_that_finds_what_lay_in_the_buffer_before_does_not_pass(tmp_path:
 
 
 def test_a_probe_that_hangs_is_ended_and_its_file_removed(tmp_path: Path) -> None:
-    command = child(tmp_path, f"import pathlib, sys, time\npathlib.Path(sys.argv[1], {PROBE_NAME!r}).touch()\ntime.sleep(600)\n")
-    start = time.monotonic()
+    (tmp_path / PROBE_NAME).touch()  # not by the probe: it may not have begun when it is ended
+    command = child(tmp_path, "import time\ntime.sleep(6000)\n")
     assert "did not end within" in str(try_directory(tmp_path, "cuda:0", patience=1.0, command=command))
-    assert time.monotonic() - start < 60
     assert not (tmp_path / PROBE_NAME).exists()
 
 
@@ -112,7 +110,7 @@ def test_only_a_clear_yes_counts(tmp_path: Path) -> None:
 def test_the_probe_finds_kvtier_and_says_why_not_on_this_machine(tmp_path: Path) -> None:
     if any(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("there is a GPU here; tests/gpu says more")
-    assert "CUDA cannot be used" in str(try_directory(tmp_path, "cuda:0"))
+    assert "CUDA cannot be used" in str(try_directory(tmp_path, "cuda:0", patience=240.0))
     assert os.listdir(tmp_path) == []
 
 

@@ -107,7 +107,7 @@ def test_every_page_comes_back_from_its_place(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("path", CopyPath)
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[*settings().suppress_health_check, HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_on_cuda_every_path_brings_what_the_host_brings(path: CopyPath, data: st.DataObject) -> None:
     per_block, num_slots, num_pages = data.draw(st.integers(1, 3)), 4, 12
@@ -123,9 +123,9 @@ def test_on_cuda_every_path_brings_what_the_host_brings(path: CopyPath, data: st
                       CopyPaths(dict.fromkeys(Direction, ((1, path),))))
     stream = CudaStream(cuda, 0, "test")
     HostPageCopier(tensors, arenas[0]).store(runs)
-    assert stream.submit(lambda: CudaPageCopier(tools, tensors, arenas[1]).store(runs)).wait(5.0)
+    assert stream.submit(lambda: CudaPageCopier(tools, tensors, arenas[1]).store(runs)).wait(60.0)
     np.testing.assert_array_equal(arenas[1].padded_rows, arenas[0].padded_rows)
-    assert stream.submit(lambda: CudaPageCopier(tools, twins, arenas[1]).load(runs)).wait(5.0)
+    assert stream.submit(lambda: CudaPageCopier(tools, twins, arenas[1]).load(runs)).wait(60.0)
     for tensor, twin in zip(tensors, twins, strict=True):
         assert torch.equal(twin[pages], tensor[pages])
         assert not twin[[page for page in range(num_pages) if page not in pages]].any()
@@ -133,4 +133,4 @@ def test_on_cuda_every_path_brings_what_the_host_brings(path: CopyPath, data: st
     assert used == {path.name.lower()} if path is not CopyPath.RUNS and len(runs) * len(widths) > 1 else used <= {
         "memcpyAsync", "memcpy2DAsync"}
     assert not tools.missing
-    assert stream.close(5.0)
+    assert stream.close(60.0)

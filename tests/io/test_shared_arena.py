@@ -31,7 +31,7 @@ def opened(tmp_path: Path) -> Iterator[list[SharedArena]]:
 
 
 def open_in(folder: Path, made: list[SharedArena], rank: int | None = None, shape: ArenaShape = SHAPE) -> SharedArena:
-    made.append(SharedArena(shape, rank, folder=folder, timeout=5.0))
+    made.append(SharedArena(shape, rank, folder=folder, timeout=60.0))
     return made[-1]
 
 
@@ -147,7 +147,7 @@ def test_what_a_killed_process_left_is_made_anew_or_removed_by_the_next_one(tmp_
         assert remove_stale(tmp_path) == 0, "it is in use"
     finally:
         os.kill(child.pid or 0, signal.SIGKILL)
-        child.join(10)
+        child.join(60.0)
     stale = tmp_path / "kvtier-engine-1.arena"
     assert stale.exists()
     anew = open_in(tmp_path, opened)

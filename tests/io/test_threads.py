@@ -31,10 +31,10 @@ def test_a_stream_without_its_second_thread_reports_all_the_same(monkeypatch: py
     request.getfixturevalue("no_more_threads")
     gate = threading.Event()
     reported: list[int] = []
-    stream.submit(lambda: gate.wait(10.0) and None)
+    stream.submit(lambda: gate.wait(60.0) and None)
     for number in range(20):
         stream.submit(lambda: None, done=lambda _event, number=number: reported.append(number))  # type: ignore[misc]
     gate.set()
-    assert stream.synchronize(10.0)
+    assert stream.synchronize(60.0)
     assert reported == list(range(20))
-    assert stream.close(10.0)
+    assert stream.close(60.0)

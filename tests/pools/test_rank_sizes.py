@@ -20,7 +20,7 @@ TWO_GROUPS = KVLayout([WINDOW, FULL], "float16", 4)
 
 def together(*ranks: tuple[PoolSizes, KVLayout]) -> list[PoolSizes | Exception]:
     """What each rank gets when all call at the same time; a rank that waits for one that has gone fails by a broken barrier."""
-    barrier = threading.Barrier(len(ranks), timeout=10.0)
+    barrier = threading.Barrier(len(ranks), timeout=60.0)
     given_numbers: list[list[int]] = [[] for _ in ranks]
     results: list[PoolSizes | Exception] = [ValueError() for _ in ranks]
 
@@ -44,7 +44,7 @@ def together(*ranks: tuple[PoolSizes, KVLayout]) -> list[PoolSizes | Exception]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20.0)
+        thread.join(120.0)
     return results
 
 

@@ -36,7 +36,7 @@ class Nvme:
         return store
 
     def reopen(self, **options) -> NvmeStore:
-        assert self.stores[-1].close(timeout=5.0)
+        assert self.stores[-1].close(timeout=60.0)
         return self.open(**options)
 
     def key(self, name: object) -> bytes:
@@ -93,7 +93,7 @@ class Nvme:
 
     def close(self) -> None:
         for store in self.stores:
-            store.close(timeout=5.0)
+            store.close(timeout=60.0)
 
 
 @pytest.fixture

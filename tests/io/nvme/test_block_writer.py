@@ -54,7 +54,7 @@ def test_checksums_are_computed_while_others_write(slab: SlabFile, items: list[B
     monkeypatch.setattr(slab.file, "write", patient)
     writer = BlockWriter([slab], 2)
     assert all(isinstance(result, SlotHeader) for result in writer.write(items, 1.0))
-    assert writer.close(5.0)
+    assert writer.close(60.0)
 
 
 def test_every_header_stands_before_its_block_also_when_header_pages_are_used_again(slab: SlabFile, items: list[BlockWrite]) -> None:
@@ -66,7 +66,7 @@ def test_every_header_stands_before_its_block_also_when_header_pages_are_used_ag
         slab.read(item.slot, item.key, out.padded_rows[0])
         assert np.array_equal(out.rows[0], item.data[:BLOCK])
     out.close()
-    assert writer.close(5.0)
+    assert writer.close(60.0)
 
 
 def test_what_was_begun_when_another_failed_is_finished_and_told_apart(
@@ -88,4 +88,4 @@ def test_what_was_begun_when_another_failed_is_finished_and_told_apart(
         if isinstance(result, SlotHeader):
             slab.read(item.slot, item.key, out.padded_rows[0])
     out.close()
-    assert writer.close(5.0)
+    assert writer.close(60.0)

@@ -169,7 +169,7 @@ def test_a_store_whose_files_were_deleted_stores_no_more_says_so_once_and_still_
     assert np.array_equal(nvme.read(store, 0, 1, keys[1]), nvme.content(keys[1])), "what was refused has cost nothing"
     (warning,) = caplog.messages
     assert "it was deleted while it was in use; restart" in warning
-    store.close(5.0)
+    store.close(60.0)
     again = nvme.open()
     assert [row.slot for row in again.stored_blocks() if row.group == 0] == []
     nvme.fill(again)
@@ -182,7 +182,7 @@ def test_a_reset_never_touches_the_directory_that_took_the_place_of_a_deleted_on
     keys = nvme.fill(new)
     with pytest.raises(TransferError, match="it was deleted while it was in use"):
         old.clear()
-    assert old.close(5.0)
+    assert old.close(60.0)
     new = nvme.reopen()
     assert {(row.group, row.slot): row.key for row in new.stored_blocks()} == keys
     assert os.path.exists(nvme.directory)

@@ -49,7 +49,7 @@ def filled(nvme) -> dict[tuple[int, int], bytes]:
     keys = nvme.fill(store)
     nvme.read(store, 0, 2, keys[0, 2])
     store.quarantine(0, 5, "flipped bit")
-    assert store.close(5.0)
+    assert store.close(60.0)
     del keys[0, 5]
     return keys
 
@@ -112,7 +112,7 @@ def test_the_pause_of_a_start_on_a_full_disk_ends(nvme, monkeypatch, clock) -> N
         failing(patch, "database or disk is full", sqlite3.SQLITE_FULL, "INSERT OR REPLACE INTO totals")
         store = nvme.open(clock=clock)
         assert not store.accepts_writes
-        store.close(5.0)
+        store.close(60.0)
     assert nvme.open(clock=clock).write_blocks([nvme.item(0, "new")]) == [None]
 
 
@@ -174,7 +174,7 @@ def test_without_hard_links_a_damaged_manifest_is_kept_and_comes_back_when_it_ca
 def test_a_log_that_lost_its_end_still_tells_after_a_rebuild_found_no_room(nvme, tmp_path, monkeypatch, caplog, side_files) -> None:
     store = nvme.open()
     keys = nvme.fill(store)
-    store.close(5.0)
+    store.close(60.0)
     store = nvme.open()
     assert store.write_blocks([nvme.item(1, "new")]) == [None]
     keys[0, 1] = nvme.key("new")

@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
     manifest.put([make_row(slot) for slot in range(300)])
     manifest.put([make_row(slot, group=1) for slot in range(5)])
     manifest.quarantine([QuarantineRow(0, 7, b"", "flipped bit", 5.0)])
-    manifest.close(5.0)
+    manifest.close(60.0)
     return path
 
 
@@ -43,7 +43,7 @@ def sql(path: Path, statement: str, *parameters: object) -> None:
 def load(path: Path, namespace: bytes = NAMESPACE):
     manifest = Manifest(path, namespace)
     contents = manifest.load()
-    manifest.close(5.0)
+    manifest.close(60.0)
     return contents
 
 
@@ -66,7 +66,7 @@ def test_memory_and_file_agree_after_every_kind_of_change(path: Path) -> None:
     quarantine = manifest.quarantined()
     assert rows[0, 4].hits == 2
     assert manifest.counts() == (len(rows), len(quarantine)) == (290 - 4, 2)
-    manifest.close(5.0)
+    manifest.close(60.0)
     contents = load(path)
     assert contents.damage == []
     assert contents.rows == rows
@@ -138,7 +138,7 @@ def test_a_cleared_manifest_holds_nothing_and_keeps_the_quarantine(path: Path) -
     manifest.clear(b"m" * 32)
     assert manifest.rows() == []
     manifest.put([make_row(1)])
-    manifest.close(5.0)
+    manifest.close(60.0)
     contents = load(path, b"m" * 32)
     assert contents.damage == []
     assert list(contents.rows) == [(0, 1)]
@@ -161,7 +161,7 @@ def test_a_commit_that_fails_changes_nothing_and_the_next_one_goes_through(path:
         assert manifest.counts() == (304, 1)
         other.execute("ROLLBACK")
     manifest.put([make_row(400)])
-    manifest.close(5.0)
+    manifest.close(60.0)
     contents = load(path)
     assert contents.damage == []
     assert (0, 400) in contents.rows
@@ -197,7 +197,7 @@ def test_a_commit_that_failed_only_seemingly_is_discovered_before_the_next_chang
     manifest.put([make_row(401)])
     assert manifest.row(0, 400) == make_row(400)
     assert manifest.row(0, 1) is None
-    manifest.close(5.0)
+    manifest.close(60.0)
     assert load(path).damage == []
 
 
@@ -215,7 +215,7 @@ def test_a_clear_that_fails_shows_no_old_row_and_is_made_up_for(path: Path) -> N
         other.execute("ROLLBACK")
     manifest.put([make_row(1)])
     assert [row.slot for row in manifest.rows()] == [1]
-    manifest.close(5.0)
+    manifest.close(60.0)
     contents = load(path, b"m" * 32)
     assert contents.damage == []
     assert list(contents.rows) == [(0, 1)]
@@ -235,7 +235,7 @@ def test_a_clear_behind_a_quarantine_that_failed_only_seemingly_goes_through(pat
     manifest._connection.lies = False
     manifest.clear(b"m" * 32)
     assert manifest.counts() == (0, before + 1)
-    manifest.close(5.0)
+    manifest.close(60.0)
     contents = load(path, b"m" * 32)
     assert contents.damage == []
     assert (0, 1) in contents.quarantine
@@ -244,8 +244,8 @@ def test_a_clear_behind_a_quarantine_that_failed_only_seemingly_goes_through(pat
 def test_a_closed_manifest_takes_nothing_and_leaves_no_log(path: Path) -> None:
     manifest = Manifest(path, NAMESPACE)
     manifest.load()
-    assert manifest.close(1.0)
-    assert manifest.close(1.0)
+    assert manifest.close(60.0)
+    assert manifest.close(60.0)
     with pytest.raises(TransferError, match="closed"):
         manifest.put([make_row(1)])
     assert [entry.name for entry in path.parent.iterdir()] == ["manifest.sqlite"]
@@ -257,7 +257,7 @@ def test_commits_are_normal_by_default_and_full_on_demand(path: Path, sync: bool
     manifest.load()
     assert manifest._connection.execute("PRAGMA synchronous").fetchone() == (level,)
     assert manifest._connection.execute("PRAGMA journal_mode").fetchone() == (b"wal",)
-    manifest.close(1.0)
+    manifest.close(60.0)
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def killed(path: Path, tmp_path: Path) -> Path:
     copy.mkdir()
     for name in ("manifest.sqlite", "manifest.sqlite-wal"):
         shutil.copy(path.parent / name, copy / name)
-    manifest.close(5.0)
+    manifest.close(60.0)
     return copy / "manifest.sqlite"
 
 
@@ -324,7 +324,7 @@ def test_what_is_left_of_a_commit_that_never_ended_is_never_taken_for_damage(pat
         (tmp_path / name).mkdir()
         for file in ("manifest.sqlite", "manifest.sqlite-wal"):
             shutil.copy(manifest.path.with_name(file), tmp_path / name / file)
-        manifest.close(5.0)
+        manifest.close(60.0)
         return tmp_path / name / "manifest.sqlite"
 
     manifest = Manifest(path, NAMESPACE)
@@ -351,7 +351,7 @@ def test_a_manifest_of_100_000_rows_is_loaded_whole(tmp_path: Path) -> None:
     manifest = Manifest(path, NAMESPACE)
     manifest.create()
     manifest.put([make_row(slot) for slot in range(100_000)])
-    manifest.close(5.0)
+    manifest.close(60.0)
     manifest = Manifest(path, NAMESPACE)
     assert len(manifest.load().rows) == 100_000
-    manifest.close(5.0)
+    manifest.close(60.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -41,7 +41,7 @@ class StoreMachine(RuleBasedStateMachine):
                                     free_space_reserve=0)
 
     def teardown(self) -> None:
-        self.store.close(5.0)
+        self.store.close(60.0)
         shutil.rmtree(self.directory)
 
     @rule(batch=st.lists(st.tuples(places, st.binary(min_size=32, max_size=32), st.integers(0, 100),
@@ -93,7 +93,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def reopen(self) -> None:
-        assert self.store.close(5.0)
+        assert self.store.close(60.0)
         self.open()
 
     @rule(num_slots=st.integers(3, 6))
@@ -114,7 +114,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def lose_the_manifest(self) -> None:
         """Rebuilt from headers: discarded blocks may come back, lost is none. The quarantine is gone with its table."""
-        assert self.store.close(5.0)
+        assert self.store.close(60.0)
         (self.directory / "manifest.sqlite").unlink()
         self.quarantined.clear()
         self.open()
@@ -132,5 +132,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreAgainstModel = StoreMachine.TestCase
-TestStoreAgainstModel.settings = settings(max_examples=8, stateful_step_count=20, deadline=None,
-                                          suppress_health_check=[HealthCheck.too_slow])
+TestStoreAgainstModel.settings = settings(max_examples=8, stateful_step_count=20)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -47,6 +46,20 @@ def trace(monkeypatch):
         monkeypatch.setattr(file, "write", traced_write)
         return events
     return attach
+
+
+def hold(place, verb: str) -> tuple[threading.Event, threading.Event]:
+    """The next calls of ``place.verb`` do nothing until the second event is set; the first one says that there is such a call."""
+    real = getattr(place, verb)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def held(*arguments) -> None:
+        begun.set()
+        assert goes_on.wait(60.0)
+        real(*arguments)
+
+    setattr(place, verb, held)
+    return begun, goes_on
 
 
 def test_old_rows_go_before_and_new_rows_come_after_the_data(nvme, trace) -> None:
@@ -278,8 +291,8 @@ def test_discarded_blocks_are_gone_and_their_slots_can_be_used_again(nvme) -> No
 def test_a_closed_store_refuses_everything_and_close_is_idempotent(nvme) -> None:
     store = nvme.open()
     keys = nvme.fill(store)
-    assert store.close(1.0)
-    assert store.close(1.0)
+    assert store.close(60.0)
+    assert store.close(60.0)
     assert not store.accepts_writes
     with pytest.raises(TransferError, match="closed"):
         nvme.read(store, 0, 0, keys[0, 0])
@@ -295,27 +308,29 @@ def test_a_closed_store_refuses_everything_and_close_is_idempotent(nvme) -> None
 def test_close_waits_for_a_running_read_but_not_for_ever_and_can_be_repeated(nvme) -> None:
     store = nvme.open()
     keys = nvme.fill(store)
-    store = nvme.reopen(faults=Faults([FaultRule(FaultKind.DELAY, FaultOperation.READ, seconds=0.4)]))
+    begun, goes_on = hold(store._slabs[0], "read")
     served: list[bool] = []
     thread = threading.Thread(target=lambda: served.append(nvme.reads_right(store, 0, 0, keys[0, 0])))
     thread.start()
-    while store._gate.num_inside == 0:
-        time.sleep(0.001)
-    start = time.monotonic()
+    assert begun.wait(60.0)
     assert not store.close(timeout=0.05)
-    assert time.monotonic() - start < 0.35
-    assert store.close(timeout=5.0)
+    assert served == [], "closing was over before the read was"
+    threading.Timer(0.05, goes_on.set).start()
+    assert store.close(timeout=60.0)
+    assert goes_on.is_set()
     thread.join()
     assert served == [True]
 
 
 def test_a_reset_waits_for_a_running_batch_and_leaves_nothing_of_it(nvme) -> None:
-    store = nvme.open(faults=Faults([FaultRule(FaultKind.DELAY, FaultOperation.WRITE, seconds=0.05)]))
+    store = nvme.open()
+    begun, goes_on = hold(store._slabs[0].file, "write")
     thread = threading.Thread(target=store.write_blocks, args=([nvme.item(slot, slot) for slot in range(4)],))
     thread.start()
-    while store._gate.num_inside == 0:
-        time.sleep(0.001)
+    assert begun.wait(60.0)
+    threading.Timer(0.05, goes_on.set).start()
     store.clear()
+    assert goes_on.is_set()
     thread.join()
     assert store.stored_blocks() == []
     assert store.write_blocks([nvme.item(0, "a")]) == [None]

@@ -25,7 +25,7 @@ def filled(nvme):
     """A closed store of two groups with 8 blocks each; ``nvme.keys`` has them by place."""
     store = nvme.open()
     nvme.keys = nvme.fill(store, 0) | nvme.fill(store, 1)
-    assert store.close(5.0)
+    assert store.close(60.0)
     return nvme
 
 
@@ -105,7 +105,7 @@ def test_stores_are_found_in_the_directory_or_right_below_the_root_of_several_ra
     assert find_stores(filled.directory) == [filled.directory]
     root = tmp_path / "root"
     for rank in ("rank-1", "rank-0"):
-        filled.open(directory=root / rank).close(5.0)
+        filled.open(directory=root / rank).close(60.0)
     (root / "notes").mkdir()
     assert find_stores(root) == [root / "rank-0", root / "rank-1"]
     with pytest.raises(ConfigError, match="does not exist"):
@@ -124,7 +124,7 @@ def test_ls_needs_no_model_and_shows_namespace_groups_and_bytes(filled, clock) -
     store.discard(1, [0, 1, 2])
     store.quarantine(0, 6, "x")
     assert store.write_blocks([filled.item(0, "soon over", group=1, expiry=clock.now + 5)]) == [None]
-    store.close(5.0)
+    store.close(60.0)
     listing = list_store(filled.directory, clock=lambda: clock.now + 5)
     assert listing.namespace == json.loads(filled.namespace)
     assert [(group.slots, group.blocks, group.num_bytes, group.expired, group.quarantined) for group in listing.groups] == \
@@ -270,7 +270,7 @@ def test_rebuild_makes_a_sound_manifest_anew_and_keeps_hits_and_quarantine(fille
     filled.read(store, 0, 2, filled.keys[0, 2])
     store.quarantine(0, 5, "x")
     store.discard(1, [4])
-    store.close(5.0)
+    store.close(60.0)
     caplog.set_level(logging.WARNING)
     caplog.clear()
     made = rebuild_store(filled.directory)
@@ -291,7 +291,7 @@ def test_rebuild_brings_back_what_a_lost_manifest_held(filled) -> None:
 def test_gc_removes_expired_blocks_and_leftover_files_and_nothing_else(filled, clock) -> None:
     store = filled.open(clock=clock)
     assert store.write_blocks([filled.item(0, "over", expiry=clock.now), filled.item(1, "not yet", expiry=clock.now + 60)]) == [None, None]
-    store.close(5.0)
+    store.close(60.0)
     rebuild_store(filled.directory)
     (filled.directory / "manifest.sqlite.tmp").write_text("half")
     files = {entry.name for entry in filled.directory.iterdir() if ".damaged-" in entry.name or ".tmp" in entry.name}
@@ -311,7 +311,7 @@ def test_a_released_slot_holds_nothing_and_takes_blocks_again(filled) -> None:
     store = filled.open()
     store.quarantine(0, 3, "x")
     store.quarantine(1, 3, "y")
-    store.close(5.0)
+    store.close(60.0)
     assert collect_garbage(filled.directory).released == 0
     assert collect_garbage(filled.directory, release=True).released == 2
     store = filled.open()

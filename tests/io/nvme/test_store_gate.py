@@ -16,18 +16,18 @@ def test_closing_waits_for_who_is_inside_and_lets_nobody_else_in() -> None:
     def inside() -> None:
         with gate:
             entered.set()
-            leave.wait(20.0)
+            leave.wait(60.0)
 
     thread = threading.Thread(target=inside)
     thread.start()
-    assert entered.wait(20.0)
+    assert entered.wait(60.0)
     assert not gate.close(0.0)
     assert gate.num_inside == 1
     with pytest.raises(StoreClosed, match="the store in /store is closed"), gate:
         pass
     leave.set()
-    assert gate.close(20.0)
-    thread.join(20.0)
+    assert gate.close(60.0)
+    thread.join(60.0)
     assert gate.is_closed
 
 
