@@ -74,7 +74,7 @@ def test_a_load_is_made_again_and_one_that_keeps_failing_stops_the_engine(start:
 
 def test_a_full_tier_keeps_what_fits_and_a_prompt_longer_than_it_hits_as_far_as_it_reaches(start: Callable[..., Engine]) -> None:
     engine = start(secondary="4 blocks")
-    engine.run(Request(1, PROMPT, 1))  # no token more: they would fill an eighth block, which takes a place as soon as one is not written to
+    engine.run(Request(1, PROMPT, 1))  # with 2, an eighth block would take a place as soon as one is not written to
     assert engine.run(Request(2, PROMPT, 1)) == [16]
     for number in range(3, 9):
         engine.run(Request(number, list(range(number * 1000, number * 1000 + 30)), 2))
