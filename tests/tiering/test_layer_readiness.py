@@ -7,13 +7,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from typing import Any
 
 import pytest
 from crew import Crew
+from gate import Gate
 from toy_engine import MakeCache, ToyEngine, tokens_of
 
 from kvtier import CapacityError, KVCacheManager, KVLayout, LayerSpec, Request
@@ -255,14 +256,14 @@ def test_nothing_of_a_file_counts_as_there_before_it_is_verified(make_cache: Mak
     engine.serve(Request(1, PROMPT))
     assert cache.flush()
     cache.close()
-    bad = Faults([FaultRule(FaultKind.DELAY, FaultOperation.READ, rate=1.0, seconds=0.05),
-                  FaultRule(FaultKind.BIT_FLIP, FaultOperation.READ, count=1)])
-    cache = make_cache(8, 4, 16, layout=LAYOUT, faults=bad)
+    gate = Gate(FaultOperation.READ, rules=[FaultRule(FaultKind.BIT_FLIP, FaultOperation.READ, count=1)])
+    cache = make_cache(8, 4, 16, layout=LAYOUT, faults=gate)
     engine = ToyEngine(cache, layered=True)
     engine.admit(Request(2, PROMPT))
     assert not cache.is_ready(2, layer=0)
     with cache.step(None, [2], layer=0) as step:
         assert step == []
+    gate.open()
     assert engine.learn(2) < 12
     assert engine.forward([2]) == [2]
     engine.remove(2)
@@ -345,10 +346,11 @@ def test_random_runs_layer_by_layer_with_failures_in_the_middle_never_serve_a_wr
         make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     generator = random.Random(seed)
     copy = HostCopier.copy
+    in_step = threading.Event()
 
     def copy_or_fail(copier: HostCopier, pairs: Any, num_tokens: int = 0, layers: Any = None) -> None:
         if layers is not None and layers[0] > 0:
-            time.sleep(0.001)  # so that steps begin before it has come
+            in_step.wait(0.2)  # a step begins before it has come, unless the engine has to wait for something else
             if generator.random() < 0.05:
                 raise OSError(5, "on purpose")
         copy(copier, pairs, num_tokens, layers)
@@ -358,6 +360,18 @@ def test_random_runs_layer_by_layer_with_failures_in_the_middle_never_serve_a_wr
                      FaultRule(FaultKind.FAILURE, FaultOperation.COPY, rate=0.02),
                      FaultRule(FaultKind.BIT_FLIP, FaultOperation.READ, rate=0.03)], seed)
     cache = make_cache(14, 12, 40, layout=LAYOUT, faults=faults)
+    step = cache.step
+
+    @contextmanager
+    def watched_step(*arguments: Any) -> Iterator[Any]:
+        with step(*arguments) as begun:
+            in_step.set()
+            try:
+                yield begun
+            finally:
+                in_step.clear()
+
+    monkeypatch.setattr(cache, "step", watched_step)
     engine = ToyEngine(cache, layered=True)
     prefixes = [tokens_of(family, generator.randrange(9, 24)) for family in range(5)]
     number = 0
