@@ -21,11 +21,16 @@ from kvtier.tiering.tier_messages import KeyState
 pytestmark = pytest.mark.usefixtures("no_failed_callbacks")
 
 
-def warm_rig(directory: Path, faults: str, **more: Any) -> TierRig:
-    """A tier that starts with four blocks on NVMe, and with faults."""
+def store_before(directory: Path) -> None:
+    """Leave four blocks on NVMe."""
     with TierRig(**on_nvme(directory)) as rig:
         rig.store(keys(4))
         assert rig.index.flush(10)
+
+
+def warm_rig(directory: Path, faults: str, **more: Any) -> TierRig:
+    """A tier that starts with four blocks on NVMe, and with faults."""
+    store_before(directory)
     return TierRig(**on_nvme(directory, faults=faults, **more))
 
 
@@ -71,8 +76,9 @@ def test_a_full_disk_stops_stores_to_nvme_for_a_while_and_nothing_else(tmp_path:
 
 
 def test_a_read_that_hangs_is_a_miss_and_does_not_keep_the_index_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = warm_rig(tmp_path, "nvme.read.hang=1.0", read_threads=1, secondary="8 blocks")
+    store_before(tmp_path)
     monkeypatch.setattr(hang_watch, "HANG_SECONDS", 0.2)
+    rig = TierRig(**on_nvme(tmp_path, faults="nvme.read.hang=1.0", read_threads=1, secondary="8 blocks"))
     assert rig.look_up(keys(4)) == 0
     rig.index.close(0.3)  # returns, although the reads have no end
     rig.close()

@@ -41,6 +41,10 @@ def talk(loop, generated, turns=3, new_tokens=5, flush=True):
 def test_conversations_over_three_levels_are_answered_as_by_generate(serving, generated):
     loop = serving(loop_options={"max_batch_size": 2})
     answers = talk(loop, generated)
+    for _ in range(5):  # what is where depends on how soon copies and files were ready
+        if min(loop.cache.stats().hit_tokens) > 0:
+            break
+        answers += talk(loop, generated)
     assert not any(answer.preemptions for answer in answers)  # those would count what they read back a second time
     stats = loop.cache.stats()
     hits = stats.hit_tokens

@@ -91,9 +91,10 @@ async def test_sampling_and_beams_reach_the_loop(serving, prompts):
 
 @pytest.mark.parametrize("way", ["generate", "stream"])
 async def test_a_task_can_be_cancelled_at_any_await_point(serving, generated, prompts, way):
-    """Cancelled after 0, 1, 2, ... turns of the event loop, until one of them was quick enough to finish."""
+    """Cancelled after 0, 1, 2, ... turns of the event loop, then after longer and longer times, until one of them was quick enough to
+    finish."""
     loop = serving()
-    async with asyncio.timeout(60), AsyncServing(loop) as served:
+    async with asyncio.timeout(200), AsyncServing(loop) as served:
         def start(number):
             request = Request(number, prompts[0], max_new_tokens=3)
             return asyncio.ensure_future(served.generate(request) if way == "generate" else collect(served.stream(request)))
@@ -103,8 +104,10 @@ async def test_a_task_can_be_cancelled_at_any_await_point(serving, generated, pr
         while not finished:
             other = asyncio.ensure_future(served.generate(Request(10_000, prompts[2], max_new_tokens=2)))
             task = start(number)
-            for _ in range(number):
-                await asyncio.sleep(0 if number < 5 else 0.001)
+            for _ in range(min(number, 5)):
+                await asyncio.sleep(0)
+            if number > 5:
+                await asyncio.sleep(0.001 * 1.2 ** (number - 6))
             finished = task.done()
             task.cancel()
             cancelled += not finished
