@@ -352,7 +352,7 @@ def test_random_runs_layer_by_layer_with_failures_in_the_middle_never_serve_a_wr
         make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     generator = random.Random(seed)
     copy = HostCopier.copy
-    goes_on = threading.Event()  # set in a step, and when the engine waits for something else
+    goes_on = threading.Event()  # set when a step has begun, or the engine waits for something else
 
     def copy_or_fail(copier: HostCopier, pairs: Any, num_tokens: int = 0, layers: Any = None) -> None:
         if layers is not None and layers[0] > 0:
@@ -366,17 +366,20 @@ def test_random_runs_layer_by_layer_with_failures_in_the_middle_never_serve_a_wr
                      FaultRule(FaultKind.FAILURE, FaultOperation.COPY, rate=0.02),
                      FaultRule(FaultKind.BIT_FLIP, FaultOperation.READ, rate=0.03)], seed)
     cache = make_cache(14, 12, 40, layout=LAYOUT, faults=faults)
-    step, refresh, steps_since = cache.step, cache.refresh, [0]
+    step, refresh, engine_waits, steps_since = cache.step, cache.refresh, cache._device.engine_waits, [0]
 
     @contextmanager
     def watched_step(*arguments: Any) -> Iterator[Any]:
         with step(*arguments) as begun:
             steps_since[0] += 1
-            goes_on.set()
             try:
                 yield begun
             finally:
                 goes_on.clear()
+
+    def watched_wait(*arguments: Any) -> bool:  # a step knows by then which layers it has to wait for later
+        goes_on.set()
+        return engine_waits(*arguments)
 
     def watched_refresh() -> None:  # once in each round of the engine
         if not steps_since[0]:
@@ -386,6 +389,7 @@ def test_random_runs_layer_by_layer_with_failures_in_the_middle_never_serve_a_wr
 
     monkeypatch.setattr(cache, "step", watched_step)
     monkeypatch.setattr(cache, "refresh", watched_refresh)
+    monkeypatch.setattr(cache._device, "engine_waits", watched_wait)
     engine = ToyEngine(cache, layered=True)
     prefixes = [tokens_of(family, generator.randrange(9, 24)) for family in range(5)]
     number = 0
