@@ -13,7 +13,7 @@ IN_PARALLEL := -n 2 --dist worksteal
 test test-compiled fuzz-ledger: export OMP_NUM_THREADS ?= 1
 PURE_TESTS := $(wildcard tests/policies tests/tiering/ledger tests/cases) $(wildcard tests/tiering/test_manager_b[al]*.py tests/tiering/test_manager_r[eu]*.py)
 
-.PHONY: venv demo test types lint compiled test-compiled bench bench-ledger fuzz-ledger soak reference test-gpu test-vllm wheel clean
+.PHONY: venv demo test types lint compiled test-compiled bench bench-ledger fuzz-ledger soak reference test-gpu sanitize-gpu test-vllm wheel clean
 
 venv: $(READY)
 
@@ -78,6 +78,10 @@ reference: $(READY)
 # For a machine with a GPU that has torch, triton and cupy already; installs nothing, so it takes the system's Python.
 test-gpu:
 	PYTHONPATH="$$($(PYTHON) scripts/stage.py)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) scripts/test_gpu.py $(ARGS)
+
+# The tests of kernels and copies under compute-sanitizer, there; ARGS=racecheck (memcheck, initcheck, synccheck) chooses the tool.
+sanitize-gpu:
+	PYTHON=$(PYTHON) scripts/sanitize_gpu.sh $(ARGS)
 
 # The vLLM adapter in the real vLLM, on the CPU, in an environment of its own (made once: minutes, 3.5 GB).
 # The short form: make test-vllm ARGS='-m "vllm and not slow"'

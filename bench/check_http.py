@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import random
 import urllib.error
-import urllib.parse
 import urllib.request
+from dataclasses import replace
 from typing import Any, Final
 
 from kvtier.bench.check_engine import Answer, EngineTrouble, Order, Prompt
 from kvtier.bench.check_metrics import Metrics, parse_metrics
 from kvtier.bench.demo_text import USERS
+from kvtier.bench.web_address import HIDDEN, WebAddress, request_to, without_secrets
 from kvtier.errors import ConfigError
+from kvtier.pools.sizing import shown
 
 FIRST_SECONDS: Final = 10.0
 """For the first questions, which cost an engine nothing."""
 
 _MOST_BYTES: Final = 256 << 20  # of an answer
+_MOST_SAID: Final = 300  # of its message, letters
 _PROBE_WORDS: Final = 64
 _WORDS: Final = tuple(sorted({word for user in USERS for text in user.turns for word in text.lower().split() if word.isalpha()}))
 
@@ -40,10 +43,14 @@ class HttpEngine:
 
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None,
                  probe_seconds: float | None = None) -> None:
-        self.name = self._url = server_url(url)
+        address = server_address(url)
+        self.name = self._url = address.url
         if api_key and not (api_key.isascii() and api_key.isprintable()):  # the message must not show it
             raise ConfigError("--api-key or VLLM_API_KEY: holds a line end or a character that no key has; give the key alone")
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        if api_key and address.headers:
+            raise ConfigError("--url names a user, and --api-key or VLLM_API_KEY a key: a request carries one of them; leave the other out")
+        self._authorization = {"Authorization": f"Bearer {api_key}"} if api_key else address.headers
+        self._secrets = tuple(value.partition(" ")[2] for value in self._authorization.values())
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         served = self._models()
         names = [str(each["id"]) for each in served]
@@ -90,6 +97,12 @@ class HttpEngine:
             raise
         return bool(answer.get("success", True))
 
+    def _without_key(self, text: str) -> str:
+        """A server may repeat what it was sent."""
+        for secret in self._secrets:
+            text = text.replace(secret, HIDDEN)
+        return text
+
     def _models(self) -> list[dict[str, Any]]:
         found = self._json("/v1/models", FIRST_SECONDS).get("data")
         models = [each for each in found if isinstance(each, dict) and "id" in each] if isinstance(found, list) else []
@@ -109,15 +122,15 @@ class HttpEngine:
 
     def _ask(self, path: str, seconds: float, body: dict[str, Any] | None = None) -> bytes:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, self._headers, method="GET" if data is None else "POST")
+        request = request_to(self._url + path, self._authorization, data, **{"Content-Type": "application/json"})
         try:
             with self._opener.open(request, timeout=max(seconds, 0.001)) as answer:
                 return bytes(answer.read(_MOST_BYTES))
         except urllib.error.HTTPError as error:
-            said = _message(error)
+            said = self._without_key(f"{error.code} {error.reason}{_message(error)}")[:_MOST_SAID]
             if error.code in (401, 403) and path != "/reset_prefix_cache":
                 said += "; give the server's key with --api-key, or in VLLM_API_KEY"
-            raise EngineTrouble(f"{self._url}{path}: HTTP {error.code} {error.reason}{said}") from error
+            raise EngineTrouble(f"{self._url}{path}: HTTP {said}") from error
         except TimeoutError as error:
             raise EngineTrouble(f"{self._url}{path}: no answer within {seconds:.0f} s; is the engine busy, or stuck? --timeout waits longer"
                                 ) from error
@@ -130,20 +143,18 @@ class HttpEngine:
             raise EngineTrouble(f"{self._url}{path}: no answer of a web server ({error!r}); is the address right?") from error
 
 
-def server_url(text: str) -> str:
-    """``HOST:PORT`` means http, and a path such as /v1 is left away.
+def server_address(text: str) -> WebAddress:
+    """``HOST:PORT`` means http, and a path such as /v1 is left away, as is what stands behind a question mark.
 
     Raises:
         ConfigError: no such address.
     """
     try:
-        url = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
-        url.port  # noqa: B018 - ValueError for a port that is none
+        address = WebAddress.read(text)
     except ValueError as error:
-        raise ConfigError(f"--url {text!r}: no address of a server ({error}); write for example http://127.0.0.1:8000") from error
-    if url.scheme not in ("http", "https") or not url.hostname or any(letter.isspace() for letter in text):
-        raise ConfigError(f"--url {text!r}: no address of a server; write for example http://127.0.0.1:8000")
-    return f"{url.scheme}://{url.netloc}{url.path.rstrip('/').removesuffix('/v1')}"
+        raise ConfigError(f"--url {shown(without_secrets(text))}: no address of a server ({error}); write for example "
+                          "http://127.0.0.1:8000") from None
+    return replace(address, path=address.path.rstrip("/").removesuffix("/v1"), query="")
 
 
 def _text(rng: random.Random, num_words: int) -> str:
@@ -164,4 +175,4 @@ def _message(error: urllib.error.HTTPError) -> str:
         said = said.get("message", said) if isinstance(said, dict) else said
     except (OSError, ValueError):
         return ""
-    return f": {' '.join(str(said).split())[:300]}"
+    return f": {' '.join(str(said).split())}"

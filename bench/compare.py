@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -116,26 +117,35 @@ class Comparison:
         """Rows that became worse, or have no valid figure any more."""
         return [change for change in self.changes if change.verdict in (Verdict.WORSE, Verdict.INVALID)]
 
-    def table(self) -> Table:
-        """Everything that is not as it was."""
-        table = Table(title=Text(f"compared with {self.old}"), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for heading in ("what", "before", "now", "change", "limit", ""):
-            table.add_column(heading, justify="left" if heading == "what" else "right", no_wrap=True)
-        for change in self.changes:
-            if change.verdict not in (Verdict.SAME, Verdict.NOT_JUDGED):
-                old, new = change.old, change.new
-                limits = "" if old is None or new is None or old.limit is None or new.limit is None else \
-                    _percent(old.limit.value, new.limit.value)
-                table.add_row(Text(change.name), *("-" if row is None else f"{figure(row.median)} {row.unit}" for row in (old, new)),
-                              _percent(old.median, new.median) if old is not None and new is not None else "", limits, change.verdict)
-        return table
+    def shown(self) -> Iterator[RenderableType]:
+        """What a person reads: everything that is not as it was, as far as there is something, then a count of all, then the remarks."""
+        changed = [change for change in self.changes if change.verdict not in (Verdict.SAME, Verdict.NOT_JUDGED)]
+        if changed:
+            yield self._table(changed)
+        yield from map(Text, self.lines())
 
     def lines(self) -> Iterator[str]:
         """Below the table."""
         counts = {verdict: sum(change.verdict is verdict for change in self.changes) for verdict in Verdict}
-        yield ", ".join([f"{counts[Verdict.SAME]} rows within noise", *(f"{count} {verdict}" for verdict, count in counts.items()
-                                                                       if count and verdict is not Verdict.SAME)])
+        others = [f"{count} {verdict}" for verdict, count in counts.items() if count and verdict is not Verdict.SAME]
+        rows = _rows(counts[Verdict.SAME])
+        if len(self.changes) == counts[Verdict.SAME] + counts[Verdict.NOT_JUDGED]:
+            yield ", ".join([f"compared with {self.old}: nothing differs beyond noise, over {rows}", *others])
+        else:
+            yield ", ".join([f"{rows} within noise", *others])
         yield from self.remarks
+
+    def _table(self, changed: Sequence[Change]) -> Table:
+        table = Table(title=Text(f"compared with {self.old}"), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for heading in ("what", "before", "now", "change", "limit", ""):
+            table.add_column(heading, justify="left" if heading == "what" else "right", no_wrap=True)
+        for change in changed:
+            old, new = change.old, change.new
+            limits = "" if old is None or new is None or old.limit is None or new.limit is None else \
+                _percent(old.limit.value, new.limit.value)
+            table.add_row(Text(change.name), *("-" if row is None else f"{figure(row.median)} {row.unit}" for row in (old, new)),
+                          _percent(old.median, new.median) if old is not None and new is not None else "", limits, change.verdict)
+        return table
 
 
 def compare(old: Figures, new: Figures) -> Comparison:
@@ -217,6 +227,10 @@ def _is_same(key: str, old: Any, new: Any) -> bool:
     if key == "memory_bytes" and isinstance(old, int) and isinstance(new, int):
         return abs(old - new) <= _MEMORY_SHARE * max(old, new)
     return bool(old == new)
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count} rows"
 
 
 def _percent(old: float, new: float) -> str:

@@ -134,9 +134,11 @@ def _measure(plans: Sequence[CopyPlan], quick: bool) -> Report:
                 "are, in runs neither is. layers: the primary pool keeps each layer's pages together. partial: the first "
                 f"{half} of {first.group.tokens_per_block} tokens of every page, beside a limit that copies as many bytes in one piece. "
                 "both-directions: offloading and onboarding at once. "
-                f"{LIMIT}: one call for each block, one thread for each direction, the same slots and bytes, its own buffers of the same "
-                "size. Those calls are made in a loop in Python, which costs each of them about as long whatever the block's size: beside "
-                "small blocks that is a good part of the limit, and two threads of it take turns there. "
+                f"{LIMIT}: one call for each block, one thread for each direction that sleeps between its turns as ours does (waking up "
+                "is timed with ours only), the same slots and bytes, its own buffers of the same size. Its calls are made in a loop in "
+                "Python, which costs each of them about as long whatever the block's size: beside small blocks that is a good part of "
+                "the limit, and two threads of it take turns there. Ours moves blocks of more than 256 KiB in parts, which libc may "
+                "move faster than a mebibyte in one call: a ratio above 1 is no error there. "
                 "submit: what the calling thread spends, apart from the copy, with the moment in which it lets the copying thread begin. "
                 "noise: the limit against itself, in the same rounds.")
     number = 0

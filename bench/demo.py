@@ -17,6 +17,7 @@ from kvtier.bench import openmp_waiting  # isort: skip - before torch is loaded
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -36,6 +37,7 @@ from kvtier.bench.demo_report import Totals, as_json, compare, print_report
 from kvtier.bench.demo_run import Run, converse, repeat
 from kvtier.bench.removal import remove_folder
 from kvtier.bench.report import check_writable, write_json
+from kvtier.bench.slow_stages import SlowStages, to_stderr
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.pools.host_memory import usable_cpus
 
@@ -75,23 +77,27 @@ def run_demo(device: str = "cpu", model: Path | None = None, config: Path | None
         _check_kept(keep_nvme)
     console = console or Console()
     threads = threads or usable_cpus()
-    with _torch_threads(threads), _scratch() as scratch:
+    with _torch_threads(threads), _scratch() as scratch, _stages(console) as stages:
+        stages.begin("loading the model")
         loaded = load_demo_model(model, device=device, say=lambda text: console.print(Text(text, style="dim"), soft_wrap=True))
         stops = stop_tokens(loaded.model, loaded.tokenizer)
         chat = ChatFormat(loaded.tokenizer, stops)
         plan = plan_demo(chat, users, turns)
         tiered = tiered_config(plan, config, keep_nvme, scratch)
-        console.print(f"[bold]{loaded.origin}[/bold] on {device}, float32, {threads} torch threads "
+        console.print(f"[bold]{escape(loaded.origin)}[/bold] on {device}, float32, {threads} torch threads "
                       f"({openmp_waiting.openmp_waiting()})")
         console.print(f"{plan.users} users x {plan.turns} turns, {plan.shared_tokens} tokens of prompt in common; "
                       f"{plan.working_set_blocks} blocks of different content. Primary {tiered.primary}, secondary "
-                      f"{tiered.secondary}, NVMe {tiered.nvme} in {tiered.nvme_directory}. "
+                      f"{tiered.secondary}, NVMe {tiered.nvme} in {escape(str(tiered.nvme_directory))}. "
                       f"Up to {tiered.max_batch_size} request{'s' if tiered.max_batch_size > 1 else ''} at a time.")
         if not plan.is_quarter:
             console.print("(so few users that a quarter of their blocks would not hold one request: primary is larger)")
         try:
-            with _progress(console, plan.users * plan.turns) as (with_bar, without_bar):
+            answers = plan.users * plan.turns
+            with _progress(console, answers, stages) as (with_bar, without_bar):
+                stages.begin("answers with kvtier", answers)
                 with_tier = converse(loaded, chat, stops, plan, tiered, device, with_bar)
+                stages.begin("the same answers without reuse", answers)
                 without = repeat(loaded, stops, with_tier.turns, recompute_config(plan, tiered), device, without_bar)
         except ConfigError:
             raise
@@ -104,7 +110,7 @@ def run_demo(device: str = "cpu", model: Path | None = None, config: Path | None
         if json_file is not None:
             write_json(json_file, as_json(loaded, device, threads, plan, tiered, with_tier, without, comparison, totals,
                                           next_command))
-    console.print(f"Next: [bold]{next_command}[/bold]   ({why})", soft_wrap=True)
+    console.print(f"Next: [bold]{escape(next_command)}[/bold]   ({why})", soft_wrap=True)
     return SAME if comparison.passed else DIFFERENT
 
 
@@ -154,16 +160,26 @@ def _scratch() -> Iterator[Path]:
         remove_folder(folder)
 
 
+def _stages(console: Console) -> SlowStages:
+    """Lines on the standard error in place of bars, for a log file or a pipe."""
+    return SlowStages("kvtier demo", (lambda line: None) if console.is_terminal else to_stderr)
+
+
 @contextmanager
-def _progress(console: Console, answers: int) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
+def _progress(console: Console, answers: int, stages: SlowStages) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
     """Two bars, one for each run."""
     with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("answers"),
                   TimeElapsedColumn(), console=console) as progress:
         with_tier = progress.add_task("with kvtier   ", total=answers)
         without = progress.add_task("without reuse ", total=answers, start=False)
 
+        def tiered() -> None:
+            stages.advance()
+            progress.advance(with_tier)
+
         def reference() -> None:
+            stages.advance()
             progress.start_task(without)
             progress.advance(without)
 
-        yield lambda: progress.advance(with_tier), reference
+        yield tiered, reference

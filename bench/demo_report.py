@@ -18,6 +18,7 @@ from kvtier.bench.demo_plan import ANSWER_TOKENS, CHUNK_SIZE, TOKENS_PER_BLOCK, 
 from kvtier.bench.demo_run import Run, Turn
 from kvtier.bench.openmp_waiting import openmp_waiting
 from kvtier.bench.report import describe_machine
+from kvtier.bench.whole_table import print_whole
 from kvtier.tiering.attach.serving_sequence import Answer
 from kvtier.tiering.config import TierConfig
 from kvtier.types import Level
@@ -119,7 +120,7 @@ def print_report(console: Console, with_tier: Run, without: Run, comparison: Com
         table.add_row(str(turn.number + 1), f"{sum(map(len, turn.prompts.values())):,}", f"{hits.primary:,}",
                       f"{hits.secondary:,}", f"{hits.nvme:,}", f"{pair[0] * 1000:,.0f} ms", f"{pair[1] * 1000:,.0f} ms",
                       f"{pair[1] / pair[0]:.1f}x")
-    console.print(table)
+    print_whole(console, table)
     moves = Table(title="Moved between levels", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("direction", "blocks", "MB", "GB/s"):
         moves.add_column(heading, justify="left" if heading == "direction" else "right", no_wrap=True)
@@ -127,7 +128,7 @@ def print_report(console: Console, with_tier: Run, without: Run, comparison: Com
         rate = totals.gbps.get(direction)
         moves.add_row(direction.replace("_to_", " to "), f"{totals.blocks[direction]:,}", f"{size / 1e6:,.1f}",
                       "" if rate is None else f"{rate:.2f}")
-    console.print(moves)
+    print_whole(console, moves)
     stats = with_tier.stats
     hits = stats.hit_tokens
     prompt_tokens = sum(answer.prompt_tokens for answer in with_tier.answers)
@@ -162,7 +163,7 @@ def as_json(model: DemoModel, device: str, threads: int, plan: DemoPlan, config:
         "machine": {**describe_machine(config.nvme_directory), "device": device, "torch": torch.__version__,
                     "torch_threads": threads, "openmp_waiting": openmp_waiting()},
         "model": model.identity,
-        "config": {key: value for key, value, _source in config.effective()},
+        "config": config.plain_values(),
         "plan": {"users": plan.users, "turns": plan.turns, "tokens_per_block": TOKENS_PER_BLOCK, "chunk_size": CHUNK_SIZE,
                  "answer_tokens": ANSWER_TOKENS, "shared_prompt_tokens": plan.shared_tokens,
                  "working_set_blocks": plan.working_set_blocks,

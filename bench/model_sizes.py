@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from kvtier.errors import ConfigError
+from kvtier.pools.sizing import shown
 
 DEFAULT_MODEL: Final = "llama-3.1-8b"
 ELEMENT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "fp8": 1, "int8": 1}
@@ -35,7 +37,7 @@ class ModelShape:
     def token_bytes(self, dtype: str = "bfloat16") -> int:
         """Bytes of one token in all layers. ConfigError for an element type that is not known."""
         if dtype not in ELEMENT_BYTES:
-            raise ConfigError(f"--dtype={dtype!r}: unknown; use one of {', '.join(ELEMENT_BYTES)}")
+            raise ConfigError(f"--dtype={shown(dtype)}: unknown; use one of {', '.join(ELEMENT_BYTES)}")
         return self.layers * self.width * ELEMENT_BYTES[dtype]
 
 
@@ -95,13 +97,14 @@ def find_model(model: str) -> ModelShape:
         if name.endswith(ending) and name.removesuffix(ending) in _CATALOGUE:
             return ModelShape(name.removesuffix(ending), *_CATALOGUE[name.removesuffix(ending)])
     path = Path(model)
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path.is_dir, never an error: a name may be too long for one
         path /= "config.json"
-    if path.is_file():
+    if os.path.isfile(path):
         return _from_config(path)
     near = difflib.get_close_matches(name, _CATALOGUE, 3, 0.3)
     hint = f"did you mean {', '.join(near)}? " if near else ""
-    raise ConfigError(f"--model={model!r}: neither a known model nor a config.json; {hint}kvtier tune --list-models lists what is known")
+    raise ConfigError(f"--model={shown(model)}: neither a known model nor a config.json; {hint}"
+                      "kvtier tune --list-models lists what is known")
 
 
 def _from_config(path: Path) -> ModelShape:
@@ -119,7 +122,7 @@ def _from_config(path: Path) -> ModelShape:
         value = config.get(key)
         value = otherwise if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"--model={path}: {key}={value!r}; a model's config.json has a positive whole number there")
+            raise ConfigError(f"--model={path}: {key}={shown(value)}; a model's config.json has a positive whole number there")
         return value
 
     layers = number("num_hidden_layers")

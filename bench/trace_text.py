@@ -8,12 +8,14 @@ by itself, so that a conversation's prompts share their beginnings; blocks are c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from kvtier.bench.trace import Progress, Trace, TraceBuilder, json_lines
 from kvtier.errors import ConfigError
+from kvtier.pools.sizing import shown
 
 EXAMPLE: Final = '{"messages": [{"role": "user", "content": "Hello"}]}'
 BYTES: Final = "bytes"
@@ -57,15 +59,16 @@ def find_tokenizer(name: str) -> Encode:
     if name == BYTES:
         return lambda text: list(text.encode())
     path = Path(name)
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path.is_dir, never an error
         path /= "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(f"--tokenizer={name!r}: no such file; name a tokenizer.json, a folder that holds one, or {BYTES!r}")
+    if not os.path.isfile(path):
+        raise ConfigError(f"--tokenizer={shown(name)}: no such file; name a tokenizer.json, a folder that holds one, or {BYTES!r}")
     from tokenizers import Tokenizer
     try:
         loaded: Any = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more exact
-        raise ConfigError(f"--tokenizer={name!r}: cannot be read ({error}); name a tokenizer.json of the tokenizers library") from error
+        raise ConfigError(f"--tokenizer={shown(name)}: cannot be read ({error}); name a tokenizer.json of the tokenizers "
+                          "library") from error
     return lambda text: list(loaded.encode(text, add_special_tokens=False).ids)
 
 
@@ -85,7 +88,8 @@ def _remembering(encode: Encode) -> Encode:
 def _messages(path: Path, line: int, fields: dict[str, object]) -> list[tuple[str, str]]:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise ConfigError(f"{path.name}, line {line}: no messages; expected {EXAMPLE}")
+        ids = "; leave --tokenizer out for a trace that has hash_ids" if "hash_ids" in fields else ""
+        raise ConfigError(f"{path.name}, line {line}: no messages; expected {EXAMPLE}{ids}")
     found = []
     for number, message in enumerate(messages):
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
@@ -98,5 +102,5 @@ def _messages(path: Path, line: int, fields: dict[str, object]) -> list[tuple[st
 def _whole(path: Path, line: int, fields: dict[str, object], key: str, otherwise: int) -> int:
     value = fields.get(key, otherwise)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"{path.name}, line {line}: {key}={value!r}; expected a whole number of at least 0")
+        raise ConfigError(f"{path.name}, line {line}: {key}={shown(value)}; expected a whole number of at least 0")
     return value

@@ -8,7 +8,6 @@ replayed through the real ledger, for the writes that NVMe would see.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,8 @@ LEAST_GAIN: Final = 0.01       # of the input tokens: what twice the memory must
 POINTS: Final = 40
 SECONDS_PER_DAY: Final = 86_400
 GIB: Final = 1 << 30
-_BENCHMARKS: Final = {"secondary": "copy", "nvme": "nvme"}  # that measure how fast a level is
+_MEASURING: Final = {"secondary": ("--measure", "copy"), "nvme": ("--measure --nvme-directory DIR", "nvme")}
+"""What measures how fast a level is: options of ``kvtier tune``, and a benchmark."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class Purchase:
         next_bytes, next_gain: what as much again would cost, and add.
         seconds_saved: per request: computing what it adds, less loading it.
         reason: in words, why this much.
+        measured: False where nobody knows how fast the level is: then it has no size, and the figures say nothing.
     """
 
     level: str
@@ -92,6 +93,7 @@ class Purchase:
     next_gain: float
     seconds_saved: float
     reason: str
+    measured: bool = True
 
 
 @dataclass(frozen=True)
@@ -159,16 +161,20 @@ def recommend(curve: Curve, trace: Trace, block_bytes: int, primary: int, host_l
     found: list[Purchase] = []
     above = primary
     for level, limit, speed in (("secondary", host_limit, speeds.copy), ("nvme", nvme_limit, speeds.nvme_read)):
-        load = block_bytes / speed if speed else math.inf
         before = curve.at(above)
         if limit < 1:
             found.append(Purchase(level, 0, before, 0.0, 0, 0.0, 0.0, "there is no room for it"))
             continue
+        if speed is None:
+            options, benchmark = _MEASURING[level]
+            why = (f"its speed was not measured; measure it here with {options}, or give --measured FILE, which kvtier bench {benchmark} "
+                   "--json FILE writes")
+            found.append(Purchase(level, 0, before, 0.0, 0, 0.0, 0.0, why, measured=False))
+            continue
+        load = block_bytes / speed
         if load >= compute:
-            why = (f"its speed was not measured: --measure does so, --measured FILE takes what kvtier bench {_BENCHMARKS[level]} --json "
-                   "writes" if speed is None else
-                   f"loading a block takes {load * 1000:.1f} ms, computing it {compute * 1000:.1f} ms")
-            found.append(Purchase(level, 0, before, 0.0, 0, 0.0, 0.0, why))
+            found.append(Purchase(level, 0, before, 0.0, 0, 0.0, 0.0,
+                                  f"loading a block takes {load * 1000:.1f} ms, computing it {compute * 1000:.1f} ms"))
             continue
         sizes = _sizes_up_to(limit, curve)
         reused = [curve.at(above + size) for size in sizes]

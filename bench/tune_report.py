@@ -22,9 +22,10 @@ from kvtier.bench.report import FINE, Report, ResultRow, check_writable, write_j
 from kvtier.bench.trace import Trace
 from kvtier.bench.tune import Curve, Purchase, Speeds, Wear, curve_of, recommend, speeds_from, wear_of
 from kvtier.bench.tune_page import Table, curve_picture, page
+from kvtier.bench.whole_table import print_whole
 from kvtier.errors import ConfigError
 from kvtier.pools.host_memory import free_disk_bytes, host_memory
-from kvtier.pools.sizing import SizeKind, parse_size
+from kvtier.pools.sizing import SizeKind, parse_size, shown
 from kvtier.tiering.ledger.rules import LedgerRules
 
 HOST_SHARE: Final = 0.8  # of what is free that may be recommended where no limit is given
@@ -116,6 +117,9 @@ def _check(options: TuneOptions) -> None:
         raise ConfigError(f"--prefill-rate={options.prefill_rate}: tokens per second that the engine computes, more than 0")
     if options.nvme_directory is not None and options.nvme_directory.exists() and not options.nvme_directory.is_dir():
         raise ConfigError(f"--nvme-directory {options.nvme_directory}: not a folder; name a folder, which need not exist yet")
+    if options.measure and options.nvme_directory is not None and not options.nvme_directory.exists():
+        raise ConfigError(f"--nvme-directory {options.nvme_directory}: does not exist, and --measure would measure there; make it, or "
+                          "leave one of the two out")
     if options.sample is not None and not 0.0 < options.sample <= 1.0:
         raise ConfigError(f"--sample={options.sample}: a share of the blocks, more than 0 and at most 1")
 
@@ -135,12 +139,12 @@ def measured_speeds(directory: Path | None) -> Speeds:
 
 def _bytes(text: str, name: str, least: int = 0) -> int:
     if text.strip().replace(".", "", 1).isdecimal():  # parse_size would also suggest blocks and percents
-        raise ConfigError(f'{name}={text!r}: a size needs a unit; write for example "{text.strip()}GB"')
+        raise ConfigError(f'{name}={shown(text)}: a size needs a unit; write for example "{text.strip():.20}GB"')
     size = parse_size(text, name)
     if size.kind is not SizeKind.BYTES:
-        raise ConfigError(f'{name}={text!r}: must be a size in bytes, for example "600TB"')
+        raise ConfigError(f'{name}={shown(text)}: must be a size in bytes, for example "600TB"')
     if size.amount < least:
-        raise ConfigError(f"{name}={text!r}: must be at least {least} byte")
+        raise ConfigError(f"{name}={shown(text)}: must be at least {least} byte")
     return int(size.amount)
 
 
@@ -156,13 +160,12 @@ def sentences_of(found: Tuned, options: TuneOptions) -> list[str]:
              f"{short_bytes(found.block_bytes)}"),
             f"primary {short_bytes(found.primary * found.block_bytes)}: {100 * curve.at(found.primary):.1f} % of input tokens reused"]
     for purchase in found.purchases:
-        size = short_bytes(purchase.blocks * found.block_bytes)
         if purchase.blocks:
-            said.append(f"{purchase.level} {size}: {100 * purchase.reused:.1f} % of input tokens reused, {100 * purchase.added:.1f} % "
-                        f"more, saves {purchase.seconds_saved:.2f} s per request; the next {short_bytes(purchase.next_bytes)} buy "
-                        f"{100 * purchase.next_gain:.1f} % ({purchase.reason})")
+            said.append(f"{purchase.level} {_size(found, purchase)}: {100 * purchase.reused:.1f} % of input tokens reused, "
+                        f"{100 * purchase.added:.1f} % more, saves {purchase.seconds_saved:.2f} s per request; the next "
+                        f"{short_bytes(purchase.next_bytes)} buy {100 * purchase.next_gain:.1f} % ({purchase.reason})")
         else:
-            said.append(f"{purchase.level}: none; {purchase.reason}")
+            said.append(f"{purchase.level}: {'none; ' if purchase.measured else ''}{purchase.reason}")
     kind = "exact" if curve.rate == 1.0 else f"of {100 * curve.rate:.2g} % of the blocks, +- {100 * curve.error:.1f} %"
     said.append(f"the curve is {kind}; with all blocks kept {100 * curve.points[-1].lru:.1f} % are reused")
     said.append(f"replayed with these sizes: {100 * found.replayed.hit_ratio:.1f} % of input tokens reused (the curve is of one LRU "
@@ -221,28 +224,35 @@ def _gib(found: Tuned, blocks: int) -> str:
 
 def purchases_table(found: Tuned) -> Table:
     rows = [("primary", short_bytes(found.primary * found.block_bytes), f"{100 * found.curve.at(found.primary):.1f} %", "", "")]
-    rows += [(purchase.level, short_bytes(purchase.blocks * found.block_bytes) if purchase.blocks else "none",
-              f"{100 * purchase.reused:.1f} %", f"{100 * purchase.added:.1f} %", f"{purchase.seconds_saved:.2f} s")
-             for purchase in found.purchases]
+    for purchase in found.purchases:
+        bought = (f"{100 * purchase.reused:.1f} %", f"{100 * purchase.added:.1f} %", f"{purchase.seconds_saved:.2f} s")
+        rows.append((purchase.level, _size(found, purchase), *(bought if purchase.measured else ("", "", ""))))
     return ("level", "size", "reused", "it adds", "saves per request"), rows
+
+
+def _size(found: Tuned, purchase: Purchase) -> str:
+    if not purchase.measured:
+        return "not measured"
+    return short_bytes(purchase.blocks * found.block_bytes) if purchase.blocks else "none"
 
 
 def curve_table(found: Tuned) -> Table:
     points = found.curve.points
-    shown = points[::max(1, len(points) // _SHOWN)]
+    some = points[::max(1, len(points) // _SHOWN)]
     return ("capacity", "blocks", "LRU", "optimum"), [
         (short_bytes(point.blocks * found.block_bytes), str(point.blocks), f"{100 * point.lru:.1f} %", f"{100 * point.optimum:.1f} %")
-        for point in shown]
+        for point in some]
 
 
 def tune_rows(found: Tuned) -> list[ResultRow]:
     """The figures under stable names."""
     rows = [("tune/primary", "bytes", found.primary * found.block_bytes), ("tune/hit_token_ratio", "ratio", found.replayed.hit_ratio)]
-    for purchase in found.purchases:
+    for purchase in (each for each in found.purchases if each.measured):
         rows += [(f"tune/{purchase.level}", "bytes", purchase.blocks * found.block_bytes),
                  (f"tune/{purchase.level}/added", "ratio", purchase.added),
                  (f"tune/{purchase.level}/saved", "s/request", purchase.seconds_saved)]
-    rows.append(("tune/nvme/written", "bytes/day", found.wear.bytes_per_day))
+    if found.purchases[1].measured:
+        rows.append(("tune/nvme/written", "bytes/day", found.wear.bytes_per_day))
     if found.wear.writes_per_hit is not None:
         rows.append(("tune/nvme/writes_per_hit", "blocks/block", found.wear.writes_per_hit))
     return [ResultRow(name, unit, value, value, value) for name, unit, value in rows]
@@ -268,7 +278,7 @@ def _write(options: TuneOptions, found: Tuned, console: Console) -> None:
         picture = page(title, sentences, curve_picture(found.curve, found.block_bytes, marks),
                        [("Levels", purchases_table(found)), ("Curve", curve_table(found))], config)
     for heading, table in ((title, purchases_table(found)), ("reuse by capacity", curve_table(found))):
-        console.print(_rich(heading, table))
+        print_whole(console, _rich(heading, table))
     for text in sentences:
         report.say(text)
     if options.json_file is not None:

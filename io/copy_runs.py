@@ -9,6 +9,9 @@ from typing import Final, NamedTuple
 MAX_RUN_BYTES: Final = 1 << 30
 """No single copy is larger. Copies of several GiB have met 32-bit sizes in drivers and libraries."""
 
+MAX_PITCH: Final = (1 << 31) - 1
+"""The largest distance between two lines of a two-dimensional copy (``cudaDeviceProp::memPitch`` on every device so far)."""
+
 
 class Run(NamedTuple):
     """``length`` blocks from slots ``source...`` to slots ``destination...``, neighbours on both sides."""

@@ -22,6 +22,10 @@ _IN_STREAM_ORDER: Final = 1         # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _LEGACY_STREAMS: Final = (0, 1)     # null and CU_STREAM_LEGACY: the call refuses them, or falls back to something slow
 _NO_ENTRY: Final = ctypes.c_size_t(-1).value
 
+MOST_ENTRIES: Final = 1024
+"""Of one call. Drivers of CUDA 13.0 are reported to crash or hang on tens of thousands of them (vLLM 49276), and what a call costs is no
+matter beside so many."""
+
 
 class _Location(ctypes.Structure):
     """``CUmemLocation``; all zero: no hint. Hints count for managed memory only."""
@@ -41,6 +45,7 @@ class Driver(Protocol):
 
     cuDriverGetVersion: Any
     cuGetProcAddress_v2: Any
+    cuThreadExchangeStreamCaptureMode: Any
 
 
 def load_driver() -> Driver:
@@ -97,12 +102,12 @@ class BatchCopy:
         if stream in _LEGACY_STREAMS:
             raise TransferError("cuMemcpyBatchAsync does not take the legacy default stream; use a stream of your own")
         count = len(sizes)
-        if not count:
-            return
-        failed = ctypes.c_size_t(_NO_ENTRY)
-        entry = (ctypes.byref(failed),) if self._tells_entry else ()
-        status = self._call(destinations.ctypes.data, sources.ctypes.data, sizes.ctypes.data, count, ctypes.addressof(self._attributes),
-                            ctypes.addressof(self._first), 1, *entry, stream)
-        if status:
-            place = f" at entry {failed.value}" if failed.value != _NO_ENTRY else ""
-            raise TransferError(f"cuMemcpyBatchAsync of {count} copies: CUDA error {status}{place}")
+        for first in range(0, count, MOST_ENTRIES):
+            failed = ctypes.c_size_t(_NO_ENTRY)
+            entry = (ctypes.byref(failed),) if self._tells_entry else ()
+            starts = [array[first:].ctypes.data for array in (destinations, sources, sizes)]
+            status = self._call(*starts, min(MOST_ENTRIES, count - first), ctypes.addressof(self._attributes),
+                                ctypes.addressof(self._first), 1, *entry, stream)
+            if status:
+                place = f" at entry {first + failed.value}" if failed.value != _NO_ENTRY else ""
+                raise TransferError(f"cuMemcpyBatchAsync of {count} copies: CUDA error {status}{place}")

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 
 from kvtier.errors import TransferError
 from kvtier.io.copy_paths import CopyPath, Direction
-from kvtier.io.copy_runs import Run, coalesce, rows_per_run
+from kvtier.io.copy_runs import MAX_PITCH, Run, coalesce, rows_per_run
 from kvtier.io.copy_tools import CopyTools
 from kvtier.io.cuda_batch import Addresses
 from kvtier.io.cuda_memory import CudaMemory
 from kvtier.io.layer_pieces import Layers
 from kvtier.kernels.row_moves import RowPlaces
-
-MAX_PITCH: Final = (1 << 31) - 1
-"""The largest distance between two lines of a two-dimensional copy (``cudaDeviceProp::memPitch`` on every device so far)."""
 
 Pairs = Sequence[tuple[int, int]]
 

@@ -11,11 +11,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from queue import SimpleQueue
 from typing import Final, Protocol, cast
 
 from kvtier.errors import ConfigError, TransferError
+from kvtier.io.capture_mode import beside_captures
 from kvtier.io.streams import Event
 from kvtier.io.threads import start_thread
 
@@ -93,17 +94,23 @@ class CudaEvent:
         """The ``cudaEvent_t``; None before it is recorded, and when the device refused to make one."""
         return self._event.ptr if self._event is not None else None
 
-    def record(self, stream: int) -> None:
-        """Mark the place in the stream (a ``cudaStream_t``) that has been reached by enqueuing. Called once."""
+    def make(self) -> None:
+        """Have the current device make the event. With it the runtime makes the device's context this thread's."""
         # block: a host thread that waits sleeps instead of spinning on a core that the engine needs.
         self._event = self._cuda.Event(block=True, disable_timing=True)
+
+    def record(self, stream: int) -> None:
+        """Mark the place in the stream (a ``cudaStream_t``) that has been reached by enqueuing. Called once."""
+        if self._event is None:
+            self.make()
+        assert self._event is not None
         self._cuda.runtime.eventRecord(self._event.ptr, stream)
 
     def is_done(self) -> bool:
         """Whether the device has got there. An event never recorded, or a device in error, counts as done."""
         if self._event is None:
             return True
-        status = self._cuda.runtime.eventQuery(self._event.ptr)
+        status = beside_captures(self._cuda.runtime.eventQuery, self._event.ptr)
         if status == _NOT_READY:
             return False
         if status != _SUCCESS and self.error is None:
@@ -120,7 +127,7 @@ class CudaEvent:
             if self._event is None:
                 return True
             try:
-                self._cuda.runtime.eventSynchronize(self._event.ptr)
+                beside_captures(self._cuda.runtime.eventSynchronize, self._event.ptr)
             except RuntimeError as error:
                 if self.error is None:
                     self.error = error
@@ -179,6 +186,7 @@ class CudaStream:
             event = CudaEvent(self._cuda)
             try:
                 with self._cuda.Device(self._device):
+                    event.make()  # before the work: calls of the driver need the context that comes with it in a new thread
                     event.error = self._enqueue(work, after)
                     # Also after a failure: part of the work may be enqueued, and the next writer must come after that part.
                     event.record(self._stream.ptr)
@@ -224,6 +232,8 @@ class CudaStream:
 
     def _watch(self) -> None:
         with self._cuda.Device(self._device):
+            with suppress(RuntimeError):
+                CudaEvent(self._cuda).make()  # gives the thread its context, without which it cannot look beside captures
             while (item := self._watched.get()) is not None:
                 event, done = item
                 while not event.wait(0.5):

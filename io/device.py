@@ -8,12 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvtier.errors import ConfigError
 from kvtier.io.cpu_stream import CpuStream, finished_event
 from kvtier.io.cuda_stream import CudaEvent, CudaModule, CudaStream, load_cuda
 from kvtier.io.streams import Event, Stream
+
+_LEGACY_HANDLES: Final = (0, 1)
+"""``cudaStream_t`` of the legacy default stream: null, and cudaStreamLegacy."""
 
 EngineStream = object
 """The engine's stream as it has it: a ``torch.cuda.Stream``, a CuPy stream, a raw ``cudaStream_t``. None on the CPU, and
@@ -101,8 +104,10 @@ class CudaDevice:
     def on_engine(self, engine_stream: EngineStream | None) -> AbstractContextManager[object]:
         """torch's current stream is the engine's."""
         import torch
-        stream = torch.cuda.ExternalStream(self._handle(engine_stream), device=self.name)  # type: ignore[no-untyped-call]
-        return torch.cuda.stream(stream)
+        handle = self._handle(engine_stream)
+        if handle in _LEGACY_HANDLES:  # torch takes a null handle for none given, and makes a stream of its own
+            return torch.cuda.stream(torch.cuda.default_stream(self.name))
+        return torch.cuda.stream(torch.cuda.ExternalStream(handle, device=self.name))  # type: ignore[no-untyped-call]
 
     def _handle(self, engine_stream: EngineStream | None) -> int:
         """The ``cudaStream_t`` behind what the engine calls its stream."""

@@ -15,6 +15,7 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
+from kvtier.pools.sizing import shown
 from kvtier.types import Level
 
 FAILURES: Final = {name.lower(): getattr(errno, name) for name in ("EIO", "ENOSPC", "EDQUOT", "EACCES", "EPERM")}
@@ -46,34 +47,34 @@ def parse_faults(value: str | Sequence[str]) -> Faults:
         else:
             rules.append(_rule(item))
     if not rules:
-        raise ConfigError(f"faults={value!r} names no fault; leave it out, or {_FORM}")
+        raise ConfigError(f"faults={shown(value)} names no fault; leave it out, or {_FORM}")
     return Faults(rules, seed)
 
 
 def _rule(text: str) -> FaultRule:
     found = _RULE.fullmatch(text)
     if found is None:
-        raise ConfigError(f"faults: {text[:80]!r} is no rule; {_FORM}")
+        raise ConfigError(f"faults: {shown(text)} is no rule; {_FORM}")
     level = _LEVELS[_known(found[1], _LEVELS, "level", text)]
     operation = _OPERATIONS[_known(found[2], _OPERATIONS, "operation", text)]
     word = _known(found[3], KINDS, "kind", text)
     kind = FaultKind.FAILURE if word in FAILURES else FaultKind(word)
     seconds = _number(found[5], "time", text) / (1000.0 if found[6] == "ms" else 1.0) if found[5] else 0.0
     if kind in _TIMED and seconds == 0.0 and (found[5] or kind is FaultKind.DELAY):
-        raise ConfigError(f"faults: {text!r}: a {word} takes a time above 0, for example {found[1]}.{found[2]}.{word}=0.1:5ms")
+        raise ConfigError(f"faults: {shown(text)}: a {word} takes a time above 0, for example {found[1]}.{found[2]}.{word}=0.1:5ms")
     if kind not in _TIMED and found[5]:
-        raise ConfigError(f"faults: {text!r}: only delay and hang take a time; leave {found[5]}{found[6]} out")
+        raise ConfigError(f"faults: {shown(text)}: only delay and hang take a time; leave {found[5]}{found[6]} out")
     rate = _number(found[4], "rate", text) if found[4] else 1.0
     try:
         return FaultRule(kind, operation, rate, int(found[7]) if found[7] else None, seconds, FAILURES.get(word, errno.EIO), level)
     except ConfigError as error:
-        raise ConfigError(f"faults: {text!r}: {error}") from None
+        raise ConfigError(f"faults: {shown(text)}: {error}") from None
 
 
 def _known(word: str, known: Iterable[str], what: str, text: str) -> str:
     if word not in known:
         near = difflib.get_close_matches(word, known, 1)
-        raise ConfigError(f"faults: {text!r}: unknown {what} {word!r}; "
+        raise ConfigError(f"faults: {shown(text)}: unknown {what} {shown(word)}; "
                           + (f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"))
     return word
 
@@ -82,4 +83,4 @@ def _number(text: str, what: str, rule: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ConfigError(f"faults: {rule!r}: {what} {text!r} is no number; {_FORM}") from None
+        raise ConfigError(f"faults: {shown(rule)}: {what} {shown(text)} is no number; {_FORM}") from None

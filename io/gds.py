@@ -210,7 +210,7 @@ class GdsPath:
                     kvikio.memory_register(arena.whole)
                 except RuntimeError as error:  # CUDA and KvikIO
                     raise GdsUnavailable(f"memory on cuda:{device} cannot be registered: {error}") from error
-                undo.callback(_unregister, kvikio, arena)
+                undo.callback(_unregister, kvikio, arena, kvikio.defaults.get("compat_mode"))
                 registered()
                 file = GdsFile(kvikio, path, task_size)
                 undo.callback(file.close)
@@ -263,7 +263,8 @@ def open_gds(paths: Sequence[Path], geometries: Sequence[NvmeGeometry], device: 
         return GdsPath.of_device(kvikio, paths, geometries, device, num_rows, task_size, settings.require_no_compat_mode)
 
 
-def _unregister(kvikio: KvikioModule, arena: DeviceArena) -> None:
-    """A refusal is of no consequence here: the memory goes next."""
-    with suppress(RuntimeError):
+def _unregister(kvikio: KvikioModule, arena: DeviceArena, mode: object) -> None:
+    """In the mode that it was registered in: in compatibility mode KvikIO does neither, and says nothing. A refusal is of no consequence
+    here: the memory goes next."""
+    with suppress(RuntimeError), kvikio.defaults.set({"compat_mode": mode}):
         kvikio.memory_deregister(arena.whole)

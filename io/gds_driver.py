@@ -47,6 +47,7 @@ class KvikioFile(Protocol):
 class KvikioDefaults(Protocol):
     """What is used of ``kvikio.defaults``."""
 
+    def get(self, config_name: str) -> object: ...
     def set(self, config: dict[str, object]) -> AbstractContextManager[None]: ...
 
 

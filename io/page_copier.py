@@ -17,10 +17,11 @@ import torch
 
 from kvtier.errors import TransferError
 from kvtier.io.copy_paths import CopyPath, Direction
-from kvtier.io.copy_runs import MAX_RUN_BYTES
+from kvtier.io.copy_runs import MAX_PITCH, MAX_RUN_BYTES
 from kvtier.io.copy_tools import CopyTools
 from kvtier.io.cuda_batch import Addresses
 from kvtier.io.cuda_stream import current_handle
+from kvtier.io.row_copier import halves
 from kvtier.io.row_kernel import RowMover
 from kvtier.kernels.row_moves import RowPlaces
 from kvtier.pools.host_arena import HostArena
@@ -75,7 +76,7 @@ def page_runs(places: PagePlaces, pages: Sequence[int], slots: Sequence[int], sk
         if count and page == first_page + count and count < most and offset // piece == first_offset // piece:
             distance = offset - first_offset - (count - 1) * step
             if count == 1:
-                step = max(distance, 0)
+                step = distance if 0 < distance <= MAX_PITCH else 0
             if distance == step > 0:
                 count += 1
                 continue
@@ -118,13 +119,13 @@ class HostPageCopier:
         """Copy now, in the calling thread."""
         for run in runs:
             for at, rows in self._tensors:
-                np.copyto(self._places(run, at, rows.shape[1]), rows[run.page:run.page + run.length])
+                _copy(self._places(run, at, rows.shape[1]), rows[run.page:run.page + run.length])
 
     def load(self, runs: Sequence[PageRun]) -> None:
         """Copy now, in the calling thread."""
         for run in runs:
             for at, rows in self._tensors:
-                np.copyto(rows[run.page:run.page + run.length], self._places(run, at, rows.shape[1]))
+                _copy(rows[run.page:run.page + run.length], self._places(run, at, rows.shape[1]))
 
     def _places(self, run: PageRun, at: int, width: int) -> Flat:
         return np.ndarray((run.length, width), np.uint8, self._arena.data, run.offset + at, (run.step, 1))
@@ -217,6 +218,11 @@ class CudaPageCopier:
             arena = RowPlaces(self._address + tensor.at, grain, 0)
             device = RowPlaces(tensor.address, tensor.pitch, 0)
             kernel.copy(arena if is_store else device, device if is_store else arena, pairs, 1, tensor.width, stream)
+
+
+def _copy(destination: Flat, source: Flat) -> None:
+    for to_rows, from_rows in halves(destination, source):
+        np.copyto(to_rows, from_rows)
 
 
 def _places(runs: Sequence[PageRun]) -> list[tuple[int, int]]:

@@ -18,7 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-ARCHITECTURES: Final = (80, 90, 100)
+SHARED_BYTES: Final = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Shared memory that one program may have at most, by architecture. Triton finds out when a kernel is launched for the first time."""
+
+ARCHITECTURES: Final = tuple(SHARED_BYTES)
 """A100, H100 and H200, B200."""
 
 _TRITON_MODULES: Final = (
@@ -58,6 +61,7 @@ class CompileResult:
     cubin_bytes: int = 0
     registers: int | None = None
     spilled_bytes: int | None = None
+    shared_bytes: int = 0
     error: str | None = None
 
     def __str__(self) -> str:
@@ -65,7 +69,7 @@ class CompileResult:
         if self.error is not None:
             return f"{place}FAILED: {self.error}"
         usage = "registers not known" if self.registers is None else f"{self.registers} registers, {self.spilled_bytes} bytes spilled"
-        return f"{place}ok: {usage}, cubin of {self.cubin_bytes} bytes"
+        return f"{place}ok: {usage}, {self.shared_bytes} bytes shared, cubin of {self.cubin_bytes} bytes"
 
 
 def compile_all(architectures: tuple[int, ...] = ARCHITECTURES) -> Iterator[CompileResult]:
@@ -89,8 +93,11 @@ def compile_case(case: CompileCase, architecture: int) -> CompileResult:
     except Exception as error:   # Triton raises many types, and all of them mean the same here
         text = str(error).strip() or repr(error)
         return CompileResult(case.name, architecture, error=text.splitlines()[-1])
+    shared = int(compiled.metadata.shared)
+    if shared > SHARED_BYTES[architecture]:
+        return CompileResult(case.name, architecture, error=f"{shared} bytes of shared memory: there are {SHARED_BYTES[architecture]}")
     registers, spilled = _usage(compiled.asm["ptx"], architecture)
-    return CompileResult(case.name, architecture, len(compiled.asm["cubin"]), registers, spilled)
+    return CompileResult(case.name, architecture, len(compiled.asm["cubin"]), registers, spilled, shared)
 
 
 def _usage(ptx: str, architecture: int) -> tuple[int | None, int | None]:

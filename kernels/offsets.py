@@ -74,6 +74,8 @@ class OffsetTable:
             self._staged = torch.empty(size, dtype=torch.int32, device=device)
             buffers = [torch.empty(size, dtype=torch.int32, pin_memory=True) for _ in range(STAGING_BUFFERS)]
             self._ring = StagingRing(buffers, torch.cuda.Event)
+            # An engine fills it on a stream of its own, and what was enqueued above must not come after that.
+            torch.cuda.current_stream(self._tensor.device).synchronize()
         self._filled_rows = 0
         self._filled_blocks = 0
 

@@ -47,10 +47,12 @@ class BlockChecksum:
         self._block = block
         self._is_on_device = block.is_cuda and block.numel() >= SHORTEST and block.numel() % 8 == 0 and block.data_ptr() % 8 == 0
         if self._is_on_device:
-            self._stream = torch.cuda.Stream(block.device)  # type: ignore[no-untyped-call]
-            self._secret = torch.empty(40, dtype=torch.int64, device=block.device)
-            self._sums = torch.empty(max(number_of_chunks(block.numel()), 1), 8, dtype=torch.int64, device=block.device)
-            self._lanes = torch.empty(8, dtype=torch.int64, device=block.device)
+            # torch has few streams and takes turns. One of a high priority is not an engine's, whose kernels this would have to wait for.
+            self._stream = torch.cuda.Stream(block.device, priority=-1)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._stream):  # on another stream the memory might still be in use by whoever had it before
+                self._secret = torch.empty(40, dtype=torch.int64, device=block.device)
+                self._sums = torch.empty(max(number_of_chunks(block.numel()), 1), 8, dtype=torch.int64, device=block.device)
+                self._lanes = torch.empty(8, dtype=torch.int64, device=block.device)
 
     def digest(self, seed: int) -> bytes:
         """``xxh3_128_digest(bytes of the block, seed)``. What wrote the block must be over on the host's word.

@@ -216,21 +216,21 @@ def resolve_sizes(layout: KVLayout, primary: object, secondary: object, nvme: ob
     primary_counts = _level_counts(layout, primary, PRIMARY, shares, primary_free, byte_divisor)
     for group, count in zip(layout.groups, primary_counts, strict=True):
         if count == 0:
-            raise ConfigError(f"primary={primary!r} gives group {group.number} no block; a block of it takes "
+            raise ConfigError(f"primary={shown(primary)} gives group {group.number} no block; a block of it takes "
                               f"{format_bytes(group.block_bytes)}: raise primary=... or the group's share")
     if max_tokens is not None:
         primary_counts = _capped(layout, primary, primary_counts, max_tokens)
     taken = 0 if on_device else level_bytes(layout, primary_counts, PRIMARY)
     secondary_counts = _level_counts(layout, secondary, SECONDARY, shares, max(0, host_part - taken), byte_divisor)
     if free.disk_bytes is None and any(size.amount for size in parse_sizes(nvme, "nvme")):
-        raise ConfigError(f"nvme={nvme!r} wants a folder for its files; set nvme_directory=...")
+        raise ConfigError(f"nvme={shown(nvme)} wants a folder for its files; set nvme_directory=...")
     nvme_counts = _level_counts(layout, nvme, NVME, shares, disk_part or 0, byte_divisor)
     sizes = PoolSizes(primary_counts, secondary_counts, nvme_counts)
     check_fits(layout, sizes, free)
     for number, below in enumerate(nvme_counts):
         if below and not secondary_counts[number] and not has_direct_nvme:
-            raise ConfigError(f"nvme={nvme!r} gives group {number} {below} blocks and secondary={secondary!r} gives it none: blocks "
-                              "reach NVMe through the secondary level; give the group both or none of them")
+            raise ConfigError(f"nvme={shown(nvme)} gives group {number} {below} blocks and secondary={shown(secondary)} gives it none: "
+                              "blocks reach NVMe through the secondary level; give the group both or none of them")
     return sizes
 
 
@@ -287,7 +287,7 @@ def _group_shares(layout: KVLayout, given: Sequence[float] | None) -> list[Fract
         return [Fraction(1, count)] * count
     check_group_shares(given)
     if len(given) != count:
-        raise ConfigError(f"group_shares={list(given)}: {len(given)} shares for {count} groups; give one per group")
+        raise ConfigError(f"group_shares={shown(list(given))}: {len(given)} shares for {count} groups; give one per group")
     total = sum(Fraction(share) for share in given)
     return [Fraction(share) / total for share in given]
 
@@ -297,7 +297,7 @@ def check_group_shares(shares: Sequence[float]) -> None:
     if any(not 0.0 <= share <= 1.0 for share in shares):
         raise ConfigError(f"group_shares={shown(list(shares))}: each share must be between 0 and 1")
     if not sum(shares) > 0.0:
-        raise ConfigError(f"group_shares={list(shares)}: the shares must add up to more than 0")
+        raise ConfigError(f"group_shares={shown(list(shares))}: the shares must add up to more than 0")
 
 
 def _level_counts(layout: KVLayout, given: object, level: int, shares: list[Fraction], available: int,
@@ -337,6 +337,6 @@ def _blocks(group: LayerGroup, size: Size, level: int, share: Fraction, availabl
     else:
         count = math.floor(size.amount * share) // per_block
     if count == 0 and size.amount > 0 and share > 0 and level != PRIMARY:
-        raise ConfigError(f"{LEVEL_NAMES[level]}={size.text!r} is less than one block of group {group.number}, which "
+        raise ConfigError(f"{LEVEL_NAMES[level]}={shown(size.text)} is less than one block of group {group.number}, which "
                           f"takes {format_bytes(per_block)} there; raise it, or leave the level out: \"0 blocks\"")
     return count

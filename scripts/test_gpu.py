@@ -41,8 +41,6 @@ class Outcomes:
 
 def measure() -> tuple[Report | None, str]:
     """The copy benchmark, or why there are no figures."""
-    from kvtier.errors import KVTierError
-
     try:
         from kvtier.bench.copy_gpu import measure_gpu_copies
     except ModuleNotFoundError as error:
@@ -53,8 +51,8 @@ def measure() -> tuple[Report | None, str]:
         add(report, measure_writes, "the write path")
         add(report, measure_gds, "GPUDirect Storage")
         return report, ""
-    except (KVTierError, RuntimeError) as error:  # RuntimeError: what torch and CuPy say when the device does not go along
-        return None, f"copies were not measured: {error}"
+    except Exception as error:  # torch's, CuPy's, the driver's: it is the reason, and the last line has to be written all the same
+        return None, f"copies were not measured: {_in_words(error)}"
 
 
 def measure_attention() -> Report:
@@ -80,17 +78,26 @@ def measure_gds() -> Report:
 
 
 def add(report: Report, measure_more: Callable[[], Report], what: str) -> None:
-    """The rows of another benchmark, or a note that says why there are none."""
+    """The rows of another benchmark, or a note that says why there are none. What nobody expects counts as a figure that did not hold."""
     from kvtier.errors import KVTierError
 
     try:
         measured = measure_more()
-    except (KVTierError, RuntimeError, ModuleNotFoundError) as error:
+    except (KVTierError, ModuleNotFoundError) as error:
         report.note(f"{what} was not measured: {error}")
+        return
+    except Exception as error:  # torch's, Triton's: whatever has been measured is printed all the same
+        report.reject(what, f"not measured: {_in_words(error)}")
         return
     report.rows += measured.rows
     report.notes += measured.notes
     report.invalid |= measured.invalid
+
+
+def _in_words(error: Exception) -> str:
+    from kvtier.errors import KVTierError
+
+    return str(error) if isinstance(error, KVTierError | RuntimeError) else f"{type(error).__name__}: {error}"
 
 
 def main(arguments: list[str]) -> int:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))  # so that test modules can import property_examples: importlib mode puts no folder there
 
 with suppress(ModuleNotFoundError):  # `make test-gpu` does without hypothesis
     from hypothesis import HealthCheck, Phase, settings

@@ -38,10 +38,24 @@ def test_show_says_every_value_and_its_source(tmp_path: Path, monkeypatch: pytes
     assert lines["secondary"] == ["1024B", "file", f"{file},", "as", "host_cache_size"]
     assert lines["num_ranks"] == ["2", "environment", "KVTIER_NUM_RANKS"]
     assert lines["gds"] == ["auto", "default"]
+    assert lines["max_tokens"] == ["not", "set", "default"]
+    assert lines["keep_backing"] == ["true", "default"]
     assert " ".join(lines["secondary:"]) == "1.00 KiB (1024 bytes) of each rank, 2.00 KiB (2048 bytes) of all 2"
     found = json.loads(run("show", "--config", file, "--json")[1])
-    assert found["settings"]["max_seq_len"] == {"value": "99", "source": f"file {file}"}
+    assert found["settings"]["max_seq_len"] == {"value": 99, "source": f"file {file}"}
+    assert found["settings"]["max_tokens"] == {"value": None, "source": "default"}
     assert len(found["sizes"]) == 3
+
+
+def test_values_that_show_prints_as_json_can_be_read_back(tmp_path: Path) -> None:
+    (tmp_path / "tier.yaml").write_text('primary: [8 blocks, 50%]\ngroup_shares: [1, 0.5]\nnvme_directory: ~/kv\nnvme_sync: true\n'
+                                        'faults: "nvme.read.bit_flip=0.01, seed=3"\nmax_tokens: 99\n')
+    shown = json.loads(run("show", "--config", tmp_path / "tier.yaml", "--json")[1])["settings"]
+    (tmp_path / "again.yaml").write_text("".join(f"{key}: {json.dumps(each['value'])}\n" for key, each in shown.items()))
+    again = json.loads(run("show", "--config", tmp_path / "again.yaml", "--json")[1])["settings"]
+    assert {key: each["value"] for key, each in again.items()} == {key: each["value"] for key, each in shown.items()}
+    assert shown["nvme_directory"]["value"] == str(Path.home() / "kv")
+    assert (shown["primary"]["value"], shown["nvme_sync"]["value"]) == (["8 blocks", "50%"], True)
 
 
 def test_check_says_what_files_set_and_what_the_environment_overrules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

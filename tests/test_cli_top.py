@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import inspect
 import io
+import os
 import re
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 
 import kvtier
 from kvtier import cli_top
-from kvtier.cli_top import NoMetrics, Picture, bar, fetch, full_url, growth, quantile, top, view
+from kvtier.cli_top import NoMetrics, Picture, bar, fetch, full_address, growth, quantile, top, view
 from kvtier.errors import ConfigError
 from kvtier.tiering.metrics_server import serve_metrics
 from kvtier.tiering.metrics_table import METRICS
@@ -121,13 +122,13 @@ def test_a_bar_shows_every_state_that_is_there() -> None:
 
 def test_trouble_is_named_and_a_lost_connection_is_said_over_what_was_seen_last(cache: kvtier.KVCacheManager) -> None:
     with serve_metrics(cache) as server:
-        now = fetch(server.url)
+        now = fetch(full_address(server.url))
         sick = Picture(now.at, {**now.values, ("kvtier_checksum_failures_total", frozenset()): 3.0})
         assert "checksum failures 3" in shown(sick)
         assert "no failures" not in shown(sick)
         assert "no answer" in shown(now, now, "no answer (refused)")
         cache.close()
-        assert "the cache has been closed" in shown(fetch(server.url))
+        assert "the cache has been closed" in shown(fetch(full_address(server.url)))
 
 
 def test_the_live_view_goes_on_while_nobody_answers_and_ends_with_ctrl_c(cache: kvtier.KVCacheManager,
@@ -165,13 +166,13 @@ def test_every_metric_that_it_asks_for_exists() -> None:
     ("https://engine/metrics", "https://engine/metrics"), ("engine:1/tier/metrics", "http://engine:1/tier/metrics"),
     ("http://engine:1/", "http://engine:1/metrics")])
 def test_a_host_and_a_port_are_enough(text: str, expected: str) -> None:
-    assert full_url(text) == expected
+    assert full_address(text).url == expected
 
 
 @pytest.mark.parametrize("text", ["", "http://", "ftp://engine/metrics", "file:///etc/passwd", "two words", "engine:abc", "engine:99999", "http://[::1"])
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="no address of metrics; write for example"):
-        full_url(text)
+        full_address(text)
 
 
 @pytest.mark.parametrize(("text", "status", "message"), [
@@ -180,7 +181,7 @@ def test_what_is_no_address_is_refused(text: str) -> None:
     (b"", 404, r"no answer \(Not Found\)")])
 def test_an_endpoint_of_something_else_is_told_apart(page: Callable[[bytes, int], str], text: bytes, status: int, message: str) -> None:
     with pytest.raises(NoMetrics, match=message):
-        fetch(page(text, status))
+        fetch(full_address(page(text, status)))
 
 
 def test_a_server_of_another_kind_is_no_answer() -> None:
@@ -193,7 +194,7 @@ def test_a_server_of_another_kind_is_no_answer() -> None:
         thread = threading.Thread(target=greet)
         thread.start()
         with pytest.raises(NoMetrics, match=r"no answer .*SSH"):
-            fetch(f"http://127.0.0.1:{server.getsockname()[1]}/metrics")
+            fetch(full_address(f"http://127.0.0.1:{server.getsockname()[1]}/metrics"))
         thread.join(10)
 
 
@@ -205,8 +206,28 @@ def test_nobody_there_is_one_line_and_exit_code_1() -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_a_terminal_that_cannot_move_its_cursor_gets_one_picture(cache: kvtier.KVCacheManager) -> None:
+    with serve_metrics(cache) as server:
+        done = subprocess.run([sys.executable, "-m", "kvtier.cli", "top", server.url], capture_output=True, text=True, timeout=120,
+                              check=False, env=os.environ | {"TERM": "dumb", "FORCE_COLOR": "1"})
+    assert done.returncode == 0
+    assert "primary" in done.stdout
+
+
+def test_nothing_of_a_password_or_key_is_shown(cache: kvtier.KVCacheManager, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("http://user:s3cret@127.0.0.1:1", "http://127.0.0.1:1/metrics?key=s3cret", "user:s3/cret@127.0.0.1:1"):
+        with pytest.raises((NoMetrics, ConfigError)) as refused:
+            top(text, once=True)
+        assert "s3" not in str(refused.value)
+    with serve_metrics(cache) as server:
+        top(f"{server.url.replace('://', '://user:s3cret@')}?key=s3cret", once=True)
+    printed = capsys.readouterr().out
+    assert "primary" in printed
+    assert "s3" not in printed
+
+
 def test_no_proxy_is_asked(cache: kvtier.KVCacheManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     assert urllib.request.getproxies()["http"]
     with serve_metrics(cache) as server:
-        assert fetch(server.url).sum("kvtier_up") == 1
+        assert fetch(full_address(server.url)).sum("kvtier_up") == 1

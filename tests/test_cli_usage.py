@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
 
 from kvtier import cli
+from kvtier.bench.trace import EXAMPLE
 from kvtier.cli_bench import bench
 from kvtier.cli_config import config
 from kvtier.cli_store import store
@@ -84,6 +86,28 @@ def test_help_fits_a_terminal_and_names_no_types_of_python(monkeypatch: pytest.M
     assert not re.search(r"<[a-z][\w ]*>", out), "only choices, as <a|b>"
     assert "list[" not in out
     assert not {"│", "╭", "…"} & set(out)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=name)
+def test_the_short_form_of_help_is_known_everywhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+                                                    path: tuple[str, ...]) -> None:
+    assert ended(monkeypatch, capsys, *path, "-h") == ended(monkeypatch, capsys, *path, "--help")
+
+
+@pytest.mark.parametrize("option", [
+    ["replay", "t", "--primary"], ["replay", "t", "--primary", "8 blocks", "--policy"], ["replay", "t", "--primary", "8 blocks", "--block"],
+    ["replay", "t", "--primary", "8 blocks", "--copy-bandwidth"], ["replay", "t", "--primary", "8 blocks", "--model"],
+    ["replay", "t", "--primary", "8 blocks", "--dtype"], ["replay", "t", "--primary", "8 blocks", "--tokenizer"],
+    ["tune", "t", "--endurance"], ["tune", "t", "--host-limit"], ["tune", "t", "--model"], ["demo", "--turns"]], ids=name)
+@pytest.mark.parametrize("value", ["9" * 5000, "x" * 5000], ids=["digits", "letters"])
+def test_a_value_that_fills_the_screen_is_shown_shortened(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+                                                          tmp_path: Path, option: list[str], value: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t").write_text(EXAMPLE)
+    code, _, err = ended(monkeypatch, capsys, *option, value)
+    assert code == 2
+    assert err.count("\n") == 1
+    assert len(err) < 900
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=name)

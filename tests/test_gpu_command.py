@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,9 @@ class Hidden:
             raise ModuleNotFoundError("hidden by the test", name=name)
 
 sys.meta_path.insert(0, Hidden())
+if "cupy" not in {hidden}:
+    import types
+    sys.modules["cupy"] = types.ModuleType("cupy")
 import torch
 torch.cuda.is_available = lambda: {gpu}
 torch.cuda.get_device_name = lambda *_: "a GPU that is not there"
@@ -53,6 +58,27 @@ def test_on_a_bare_machine_every_file_is_skipped_with_its_reason_and_nothing_fai
     assert written["config"]["tests"] == {"passed": 0, "failed": 0, "skipped": len(list((ROOT / "tests/gpu").glob("test_*.py")))}
     assert "not measured" in written["config"]["notes"][0]
     assert done.returncode == 5, "nothing that ran is not nothing that failed"
+
+
+def test_with_cupy_alone_only_what_needs_more_is_skipped() -> None:
+    """Whatever comes to be imported there: a file that asks for less than it uses would end as an error."""
+    done = run(BARE - {"cupy", "xxhash"}, True, "--collect-only", "-q")
+    assert not re.search(r"^ERROR|\d errors?\b", done.stdout, re.MULTILINE), done.stdout
+    collected = {line.partition("::")[0].rpartition("/")[2] for line in done.stdout.splitlines() if "::" in line}
+    wanted = {path.name for path in (ROOT / "tests/gpu").glob("test_*.py") if "pydantic_settings" not in path.read_text()}
+    assert collected == wanted
+    assert "test_gpu_direct_rows.py" in wanted
+
+
+def test_the_sanitizer_runs_files_that_are_there_and_says_when_it_is_missing(tmp_path: Path) -> None:
+    script = ROOT / "scripts/sanitize_gpu.sh"
+    named = re.findall(r"tests/gpu/\w+\.py", script.read_text())
+    assert named
+    assert all((ROOT / name).is_file() for name in named)
+    (tmp_path / "dirname").symlink_to(str(shutil.which("dirname")))
+    done = subprocess.run(["/bin/bash", str(script)], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "compute-sanitizer is not on the PATH" in done.stderr
 
 
 def test_figures_that_cannot_be_had_are_an_exit_code_and_a_reason() -> None:

@@ -6,6 +6,7 @@ an error with the nearest name, wherever it was written: a setting that is silen
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -202,10 +203,15 @@ class TierConfig(BaseSettings):
     def nvme_write_bytes_per_second(self) -> float | None:
         return None if self.nvme_write_bandwidth is None else parse_rate(self.nvme_write_bandwidth, "nvme_write_bandwidth")
 
+    def plain_values(self) -> dict[str, str | int | float | list[str] | list[float] | None]:
+        """Every key's value as a file has it, None for what is not set, in the order of this class. Without keys that only code can set."""
+        values = {key: getattr(self, key) for key in type(self).model_fields if key not in KEYWORD_ONLY}
+        return {key: str(value) if isinstance(value, (Path, Faults)) else value for key, value in values.items()}
+
     def effective(self) -> list[tuple[str, str, str]]:
-        """(key, value, source) of every key, in the order of this class: what an engine prints when it starts."""
-        return [(key, str(getattr(self, key)), self._sources[key]) for key in type(self).model_fields
-                if key not in KEYWORD_ONLY]
+        """(key, value in words, source) of every key, in the order of this class: what an engine prints when it starts."""
+        return [(key, "not set" if value is None else value if isinstance(value, str) else json.dumps(value), self._sources[key])
+                for key, value in self.plain_values().items()]
 
     @classmethod
     def settings_customise_sources(
@@ -220,7 +226,7 @@ class TierConfig(BaseSettings):
     def _check_sizes(cls, value: object, info: ValidationInfo) -> object:
         sizes = parse_sizes(value, str(info.field_name))
         if info.field_name == "primary" and any(size.amount == 0 for size in sizes):
-            raise ConfigError(f"primary={value!r}: the primary level needs at least 1 block per group; write for "
+            raise ConfigError(f"primary={shown(value)}: the primary level needs at least 1 block per group; write for "
                               'example "8 blocks" or "90%"')
         return list(value) if isinstance(value, tuple) else value
 
@@ -228,7 +234,7 @@ class TierConfig(BaseSettings):
     @classmethod
     def _check_reserve(cls, value: object) -> object:
         if parse_size(value, "nvme_free_space_reserve").kind is not SizeKind.BYTES:
-            raise ConfigError(f'nvme_free_space_reserve={value!r}: must be a size in bytes, for example "1GiB"')
+            raise ConfigError(f'nvme_free_space_reserve={shown(value)}: must be a size in bytes, for example "1GiB"')
         return value
 
     @field_validator("gds_task_size", mode="before")
@@ -236,7 +242,7 @@ class TierConfig(BaseSettings):
     def _check_task_size(cls, value: object) -> object:
         size = parse_size(value, "gds_task_size")
         if size.kind is not SizeKind.BYTES or size.amount < 4096 or size.amount % 4096:
-            raise ConfigError(f'gds_task_size={value!r}: must be a multiple of 4096 bytes, for example "1MiB"')
+            raise ConfigError(f'gds_task_size={shown(value)}: must be a multiple of 4096 bytes, for example "1MiB"')
         return value
 
     @field_validator("nvme_scrub_bandwidth", "nvme_write_bandwidth", "prefetch_bandwidth", mode="before")
@@ -300,19 +306,29 @@ class TierConfig(BaseSettings):
         if not any(size.amount for size in nvme):
             return self
         if self.nvme_directory is None:
-            raise ConfigError(f"nvme={self.nvme!r} wants a folder for its files; set nvme_directory=...")
+            raise ConfigError(f"nvme={shown(self.nvme)} wants a folder for its files; set nvme_directory=...")
         secondary = parse_sizes(self.secondary, "secondary")
         for group, size in enumerate(nvme):
             beside = secondary[group] if group < len(secondary) else secondary[-1]
             if size.amount and not beside.amount and self.gds != "required":
-                raise ConfigError(f"nvme={self.nvme!r} with secondary={self.secondary!r}: NVMe without a secondary level needs "
+                raise ConfigError(f"nvme={shown(self.nvme)} with secondary={shown(self.secondary)}: NVMe without a secondary level needs "
                                   'GPUDirect Storage; set for example secondary="4GiB", or gds="required"')
         return self
 
     @model_validator(mode="wrap")
     @classmethod
-    def _from_sources(cls, data: dict[str, Sourced], handler: ModelWrapValidatorHandler[TierConfig]) -> TierConfig:
-        """Refuse unknown keys, and turn pydantic's errors into ConfigError."""
+    def _from_sources(cls, data: object, handler: ModelWrapValidatorHandler[TierConfig]) -> TierConfig:
+        """Refuse unknown keys, and turn pydantic's errors into ConfigError.
+
+        ``model_validate`` and a field of another model come here twice: with what they were given, and from within ``handler``, whose
+        constructor has read all sources, with values that are marked.
+        """
+        if not isinstance(data, Mapping):
+            return handler(data)  # a TierConfig, or nothing that could be one: pydantic says so, and goes on where a field may be either
+        if not all(isinstance(key, str) for key in data):
+            raise ConfigError(f'{shown(data)}: a setting\'s key is text; write for example {{"primary": "8 blocks"}}')
+        if not all(isinstance(value, Sourced) for value in data.values()):
+            return handler(data)
         for key, sourced in data.items():
             if key not in cls.model_fields:
                 raise unknown_key(key, sourced.origin, cls.model_fields)
@@ -320,8 +336,8 @@ class TierConfig(BaseSettings):
             config = handler(data)
         except ValidationError as error:
             raise ConfigError("; ".join(_explain(details, data) for details in error.errors())) from None
-        origins = {key: data[key].origin if key in data else "default" for key in cls.model_fields}
-        config._sources = origins
+        if not config._sources:  # else the constructor, called for an empty mapping, has told them
+            config._sources = {key: data[key].origin if key in data else "default" for key in cls.model_fields}
         return config
 
 

@@ -60,6 +60,11 @@ def names_table() -> str:
     return "\n".join(["| TensorRT-LLM | here | meaning |", "|---|---|---|", *rows]) + "\n"
 
 
+def settings_as_json(config: TierConfig) -> dict[str, object]:
+    """Each key's value, as a file has it, and where it came from."""
+    return {key: {"value": value, "source": config.sources[key]} for key, value in config.plain_values().items()}
+
+
 def sizes_in_words(config: TierConfig) -> list[str]:
     """What the sizes of a configuration come to, of each rank and of all together, as far as it says so by itself.
 

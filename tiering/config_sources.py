@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 from pydantic_settings.exceptions import SettingsError
 
 from kvtier.errors import ConfigError
+from kvtier.pools.sizing import shown
 from kvtier.tiering.config_names import OTHER_NAMES, our_names
 
 ENVIRONMENT_PREFIX: Final = "KVTIER_"
@@ -156,18 +157,18 @@ def expand_path(value: str | Path, name: str) -> Path:
     """
     text = str(value)
     if not text or "\0" in text:
-        raise ConfigError(f"{name}={text!r}: not a path; write for example /mnt/nvme/kvtier")
+        raise ConfigError(f"{name}={shown(text)}: not a path; write for example /mnt/nvme/kvtier")
 
     def variable(match: re.Match[str]) -> str:
         found = os.environ.get(match[1] or match[2])
         if found is None:
-            raise ConfigError(f"{name}={text!r}: the variable {match[0]} is not set; set it or write the path out")
+            raise ConfigError(f"{name}={shown(text)}: the variable {match[0]:.100} is not set; set it or write the path out")
         return found
 
     expanded = re.sub(r"\$(?:(\w+)|\{([^}]*)\})", variable, text)
     expanded = os.path.expanduser(expanded)
     if expanded.startswith("~") or "$" in expanded:
-        raise ConfigError(f"{name}={text!r}: cannot be expanded (got {expanded!r}); write the path out")
+        raise ConfigError(f"{name}={shown(text)}: cannot be expanded (got {shown(expanded)}); write the path out")
     return Path(expanded)
 
 
@@ -184,4 +185,4 @@ def unknown_key(key: str, origin: str, known: Iterable[str]) -> ConfigError:
     """The error for a key that is no setting, with the nearest that is."""
     near = difflib.get_close_matches(key, [*known, *OTHER_NAMES], 1)
     hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
-    return ConfigError(f"{key!r} ({origin}): unknown key; {hint}")
+    return ConfigError(f"{shown(key)} ({origin}): unknown key; {hint}")

@@ -26,7 +26,7 @@ from kvtier.io.rank_directories import occupied_by_ranks, rank_directory, requir
 from kvtier.pools.host_memory import free_disk_bytes, host_memory, memlock_limit, mount_of, shared_memory, usable_cpus
 from kvtier.pools.sizing import SizeKind, format_bytes, parse_sizes
 from kvtier.tiering.config import TierConfig
-from kvtier.tiering.config_reference import sizes_in_words
+from kvtier.tiering.config_reference import settings_as_json, sizes_in_words
 from kvtier.tiering.config_sources import expand_path
 
 _SMALL_SHARED_MEMORY: Final = 1 << 30
@@ -52,10 +52,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """All findings, and the effective configuration as (key, value, source); empty when the configuration is bad."""
+    """All findings, and the configuration; None when it is bad."""
 
     findings: tuple[Finding, ...]
-    configuration: tuple[tuple[str, str, str], ...]
+    configuration: TierConfig | None
 
     @property
     def ok(self) -> bool:
@@ -68,7 +68,7 @@ class Report:
             "kvtier": kvtier.__version__, "ok": self.ok,
             "checks": [{"name": finding.name, "status": finding.status.value, "found": finding.found,
                         "next_step": finding.next_step} for finding in self.findings],
-            "config": {key: {"value": value, "source": source} for key, value, source in self.configuration},
+            "config": {} if self.configuration is None else settings_as_json(self.configuration),
         }
 
 
@@ -102,7 +102,7 @@ def examine(directory: Path | None = None, config_file: Path | None = None) -> R
                  (("cupy", 'device="cuda" cannot run'), ("kvikio", "NVMe goes through the host (POSIX), not GPUDirect"))]
     findings += [_copies(gpu), _cpus(), _host_memory(), _memlock(gpu), _shared_memory()]
     findings += [*_ranks(directory, config), *_directory(directory, config, gpu)]
-    return Report(tuple(findings), tuple(config.effective()) if config is not None else ())
+    return Report(tuple(findings), config)
 
 
 def _python() -> Finding:
@@ -312,7 +312,7 @@ def print_report(report: Report, say: Callable[[str], None]) -> None:
         say(f"{finding.status.value:5} {finding.name:15} {finding.found}")
         if finding.next_step:
             say(f"      {'':15} -> {finding.next_step}")
-    if report.configuration:
+    if report.configuration is not None:
         say("\neffective configuration")
-        for key, value, source in report.configuration:
+        for key, value, source in report.configuration.effective():
             say(f"      {key:31} {value:12} {source}")

@@ -253,6 +253,7 @@ class TierWorker:
                 self._arena.board.note_ended(self.rank, job_id)
                 del self._jobs[job_id]
                 raise
+        stream.let_begin()
 
     def _work(self, job: _Job, copier: PageCopier, runs: Sequence[PageRun]) -> Callable[[], None]:
         copy = copier.store if job.is_store else copier.load

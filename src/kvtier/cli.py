@@ -21,6 +21,7 @@ from kvtier.cli_bench import bench
 from kvtier.cli_check import check
 from kvtier.cli_config import config as config_commands
 from kvtier.cli_options import JsonFile, Quick, folder
+from kvtier.cli_output import prepare_streams
 from kvtier.cli_store import store
 from kvtier.cli_top import top
 from kvtier.cli_tune import add_commands
@@ -29,6 +30,7 @@ from kvtier.errors import ConfigError, KVTierError, RequestError
 from kvtier.exit_codes import CHECK_FAILED, INTERRUPTED, TERMINATED, USED_WRONGLY
 
 app = typer.Typer(name="kvtier", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+                  context_settings={"help_option_names": ["-h", "--help"]},  # of all commands below it, too
                   help="The memory tier for LLM inference engines: KV cache in GPU memory, host memory and NVMe.",
                   epilog="Exit codes: 0 fine, 1 it did not hold or nobody answered, 2 used wrongly and nothing was begun, 130 and 143 "
                          "ended by Ctrl-C or SIGTERM, after tidying up.")
@@ -102,6 +104,7 @@ app.add_typer(bench, name="bench")
 
 def main() -> NoReturn:
     """Entry point: run the command and turn what a user can cause into one line and an exit code."""
+    prepare_streams()
     try:
         with _terminated_in_order():
             code = run(app)

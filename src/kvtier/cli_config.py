@@ -22,11 +22,10 @@ def show(file: ConfigFile = None, json: Annotated[bool, typer.Option("--json", h
     That is the environment, a file or the default. Keywords in code win over all of them.
     """
     from kvtier.tiering.config import TierConfig
-    from kvtier.tiering.config_reference import sizes_in_words
+    from kvtier.tiering.config_reference import settings_as_json, sizes_in_words
     found = TierConfig.from_file(file) if file is not None else TierConfig()
     if json:
-        settings = {key: {"value": value, "source": source} for key, value, source in found.effective()}
-        typer.echo(json_format.dumps({"settings": settings, "sizes": sizes_in_words(found)}, indent=2))
+        typer.echo(json_format.dumps({"settings": settings_as_json(found), "sizes": sizes_in_words(found)}, indent=2))
         return
     rows = found.effective()
     width = max(len(key) for key, _, _ in rows)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -20,6 +19,8 @@ from kvtier.errors import ConfigError, KVTierError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from kvtier.bench.web_address import WebAddress
 
 LEVELS: Final = ("primary", "secondary", "nvme")
 STATES: Final = ("used", "busy", "cached", "backing", "empty")
@@ -56,44 +57,43 @@ class Picture:
         return sorted({dict(those).get(label, "") for found, those in self.values if found == name})
 
 
-def full_url(text: str) -> str:
+def full_address(text: str) -> WebAddress:
     """``HOST:PORT`` and ``http://HOST:PORT`` mean its ``/metrics``.
 
     Raises:
         ConfigError: neither that nor a URL.
     """
-    url = text if "://" in text else f"http://{text}"
-    scheme, _, rest = url.partition("://")
-    host, slash, path = rest.partition("/")
+    from kvtier.bench.web_address import WebAddress, without_secrets
+    from kvtier.pools.sizing import shown
     try:
-        urllib.parse.urlsplit(url).port  # noqa: B018 - ValueError for a port that is none, or half a pair of brackets
-        is_good = scheme in ("http", "https") and bool(host) and not any(letter.isspace() for letter in url)
+        address = WebAddress.read(text)
     except ValueError:
-        is_good = False
-    if not is_good:
-        raise ConfigError(f"{text!r}: no address of metrics; write for example http://127.0.0.1:9400/metrics")
-    return url if slash and path else f"{scheme}://{host}/metrics"
+        raise ConfigError(f"{shown(without_secrets(text))}: no address of metrics; write for example "
+                          "http://127.0.0.1:9400/metrics") from None
+    return address if address.path.strip("/") else replace(address, path="/metrics")
 
 
-def fetch(url: str, timeout: float = 5.0) -> Picture:
+def fetch(address: WebAddress, timeout: float = 5.0) -> Picture:
     """Ask once.
 
     Raises:
         NoMetrics: nobody answers there in time, or not with metrics of a tier.
     """
+    from kvtier.bench.web_address import request_to
     from kvtier.tiering.metrics_reading import read_metrics
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=timeout) as answer:
+        request = request_to(address.url, address.headers)
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout) as answer:
             text = answer.read(_MOST_BYTES).decode("utf-8", "replace")
     except (OSError, ValueError, HTTPException) as error:  # URLError is an OSError; HTTPException: a line that is no HTTP, half an answer
         reason = str(getattr(error, "reason", error)).strip() or repr(error)
-        raise NoMetrics(f"{url}: no answer ({reason}); is the engine running, and does it serve metrics there?") from None
+        raise NoMetrics(f"{address.shown}: no answer ({reason}); is the engine running, and does it serve metrics there?") from None
     try:
         values = {(name, frozenset(labels.items())): value for name, labels, value in read_metrics(text).samples}
     except ValueError:
         values = {}
     if not any(name == "kvtier_up" for name, _ in values):
-        raise NoMetrics(f"{url}: answers, but not with metrics of kvtier; look for the address that serve_metrics(...).url names")
+        raise NoMetrics(f"{address.shown}: answers, but not with metrics of kvtier; look for the address that serve_metrics(...).url names")
     return Picture(time.monotonic(), values)
 
 
@@ -181,14 +181,14 @@ def top(url: Annotated[str, typer.Argument(metavar="URL", help="Of the metrics, 
     """
     from rich.console import Console
     from rich.live import Live
-    address = full_url(url)
+    address = full_address(url)
     now = fetch(address)
     console = Console()
-    if once or not console.is_terminal:
-        console.print(view(now, None, address))
+    if once or not console.is_terminal or console.is_dumb_terminal:
+        console.print(view(now, None, address.shown))
         return
     before: Picture | None = None
-    with Live(view(now, None, address), console=console, screen=True, auto_refresh=False) as live:
+    with Live(view(now, None, address.shown), console=console, screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(interval)
             try:
@@ -196,4 +196,4 @@ def top(url: Annotated[str, typer.Argument(metavar="URL", help="Of the metrics, 
                 problem = ""
             except NoMetrics as error:  # it may come back
                 problem = str(error)
-            live.update(view(now, before, address, problem), refresh=True)
+            live.update(view(now, before, address.shown, problem), refresh=True)

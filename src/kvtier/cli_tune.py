@@ -67,7 +67,8 @@ def tune(trace: TraceFile,
                                                         "free.")] = None,
          nvme_limit: Annotated[str | None, typer.Option(metavar="SIZE", help="Most NVMe to recommend; by default 90% of what is "
                                                         "free.")] = None,
-         nvme_directory: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of the NVMe level.")] = None,
+         nvme_directory: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of the NVMe level; --measure measures it "
+                                                             "there.")] = None,
          prefill_rate: Annotated[float, typer.Option(metavar="TOKENS", help="Tokens per second that the engine computes.")] = 5000.0,
          measured: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Figures of kvtier bench copy or nvme; may be "
                                                              "repeated.")] = None,

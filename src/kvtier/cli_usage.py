@@ -5,6 +5,7 @@ Part of ``cli``. Help is plain text (``rich_markup_mode=None``): tables in boxes
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any, Final
@@ -16,6 +17,9 @@ from kvtier.errors import ConfigError
 from kvtier.exit_codes import FINE, INTERRUPTED, USED_WRONGLY
 
 _USAGE_ERROR: Final[Any] = typer.BadParameter.__mro__[1]  # click's UsageError: typer has it in another module from release to release
+
+_LONG: Final = re.compile(r"(\S{200})\S+")
+"""A word of a value that fills the screen."""
 
 
 def run(app: typer.Typer, name: str = "kvtier") -> int:
@@ -45,6 +49,7 @@ def usage_line(error: Any) -> str:
     if hasattr(error.__cause__, "errors"):  # pydantic's, which has the value; typer's text may not
         value = repr(error.__cause__.errors()[0]["input"])
         text = text if value in text else text.replace("Invalid value", f"Invalid value {value}", 1)
+    text = _LONG.sub(r"\1...", text)
     asked = "the command with" if error.ctx is None else error.ctx.command_path
     return f"{text}{'' if text.endswith('?') else ';'} {asked} --help says what it takes"
 

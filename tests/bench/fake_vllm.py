@@ -166,7 +166,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _has_key(self) -> bool:
         key = self.server.behaviour.key
-        if key is None or self.headers.get("Authorization") == f"Bearer {key}":
+        if key is None or self.headers.get("Authorization") in (f"Bearer {key}", f"Basic {key}"):
             return True
         self._json(401, {"error": "Unauthorized"})
         return False

@@ -16,7 +16,7 @@ from kvtier import cli
 from kvtier.bench import check_flush
 from kvtier.bench.check import CheckOptions, run_check
 from kvtier.bench.check_engine import Answer
-from kvtier.bench.check_http import HttpEngine, server_url
+from kvtier.bench.check_http import HttpEngine, server_address
 from kvtier.bench.check_metrics import OURS, parse_metrics
 from kvtier.bench.check_report import CheckResult, Verdict
 from kvtier.errors import ConfigError
@@ -203,6 +203,35 @@ def test_a_key_and_a_model_that_are_right_are_taken(serve: Serve, monkeypatch: p
     assert command(monkeypatch, capsys, "--url", f"{server.url}/v1/", "--model", "b")[0] == 0
 
 
+@pytest.mark.parametrize("address", ["http://user:s3cret@{}", "user:s3cret@{}", "http://{}/v1?api_key=s3cret", "http://user:s3/cret@{}",
+                                     "http://user:s3cret@{}:x"])
+def test_nothing_of_a_password_or_key_is_shown(serve: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+                                               address: str) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    host = serve(key="another").url.removeprefix("http://")
+    for at in (host, "127.0.0.1:1"):  # a server that wants another key, and none
+        code, text = command(monkeypatch, capsys, "--url", address.format(at))
+        assert code in (1, 2)
+        assert "s3" not in text
+        assert "dXNlcjpzM2NyZXQ" not in text, "as it stands in the header"
+
+
+def test_a_key_that_a_server_repeats_is_not_shown(serve: Serve, monkeypatch: pytest.MonkeyPatch,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("kvtier.bench.check_http._message", lambda error: f": {'x' * 290} wrong key s3cret-and-long")
+    code, text = command(monkeypatch, capsys, "--url", serve(key="right").url, "--api-key", "s3cret-and-long")
+    assert code == 1
+    assert "HTTP 401" in text
+    assert "s3cret" not in text
+
+
+def test_a_user_in_the_address_is_taken_and_beside_a_key_refused(serve: Serve) -> None:
+    server = serve(key="dXNlcjpwYXNz")
+    assert HttpEngine(f"http://user:pass@{server.url.removeprefix('http://')}").model == "fake"
+    with pytest.raises(ConfigError, match="--url names a user, and --api-key or VLLM_API_KEY a key"):
+        HttpEngine(f"http://user:pass@{server.url.removeprefix('http://')}", api_key="key")
+
+
 def test_no_server_and_one_that_is_no_web_server_are_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -250,10 +279,10 @@ def test_a_key_that_can_be_none_is_refused_and_not_shown(serve: Serve, key: str)
 
 def test_addresses() -> None:
     for text in ("127.0.0.1:8000", "http://127.0.0.1:8000/", "http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/v1/"):
-        assert server_url(text) == "http://127.0.0.1:8000"
+        assert server_address(text).url == "http://127.0.0.1:8000"
     for text in ("", "ftp://a", "http://", "a b", "a:b", "a:99999", "http://[::1"):
         with pytest.raises(ConfigError):
-            server_url(text)
+            server_address(text)
 
 
 def test_metrics_are_added_up_over_engines_and_kept_apart_by_tier() -> None:

@@ -93,6 +93,16 @@ def test_rows_that_came_went_or_did_not_hold_are_listed_and_only_the_last_is_a_r
     assert any("was INVALID before, copy/bad" in line for line in compare(new, old).lines())
 
 
+def test_where_nothing_differs_it_says_over_how_many_rows() -> None:
+    ratio, many = row("copy/ratio", unit="x"), figures([row("copy/a"), row("copy/b")])
+    said = [str(part) for part in compare(many, many).shown()]
+    assert said == ["compared with some.json: nothing differs beyond noise, over 2 rows"]
+    assert list(compare(figures([row(), ratio]), figures([row(), ratio])).lines()) == [
+        "compared with some.json: nothing differs beyond noise, over 1 row, 1 not judged"]
+    assert len(list(compare(figures([row(median=8.0)]), figures([row()])).shown())) == 2  # a table, and the count
+    assert list(compare(figures([row()]), figures([row(), row("copy/b")])).lines()) == ["1 row within noise, 1 new"]
+
+
 @pytest.mark.parametrize(("key", "value"), [("cpu", "Another CPU"), ("cores", 4), ("gpu", "NVIDIA H200"), ("memory_bytes", 110_000),
                                             ("file_system", "xfs")])
 def test_figures_of_two_machines_are_refused_with_what_differs_of_both(key: str, value: object) -> None:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from kvtier.bench import copy as copy_bench
 from kvtier.bench import report as report_module
 from kvtier.bench.copy import CopyPlan, measure_copy
-from kvtier.errors import ConfigError
+from kvtier.bench.copy_point import Point, Route, Stage
+from kvtier.errors import ConfigError, TransferError
 from kvtier.io.copiers import Copier, HostCopier, host_rows, open_copiers
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.host_memory import HostMemory
 from kvtier.pools.layout import KVLayout
-from kvtier.pools.pool_index import PRIMARY
+from kvtier.pools.pool_index import PRIMARY, SECONDARY
 from kvtier.tiering import routes
 from kvtier.tiering.copy_batch import CopyBatch
 
@@ -51,6 +54,42 @@ def test_the_rows_are_named_as_the_design_says_and_each_stands_beside_memcpy(tmp
     assert written["config"]["block_bytes"] == 2 << 20
     assert any("nothing crosses PCIe" in note for note in written["config"]["notes"])
     assert any("in a loop in Python" in note for note in written["config"]["notes"]), "what the limit is beside small blocks"
+
+
+@pytest.mark.parametrize("both_ways", [False, True], ids=["one-way", "both-ways"])
+def test_the_limit_copies_the_same_blocks_in_a_thread_of_its_own_for_each_direction(both_ways: bool) -> None:
+    """As ours does: who copies in the calling thread is on the other core, and that may be a faster one."""
+    with Stage(SMALL_BLOCKS.group, 8, layer_first=False) as stage:
+        point = Point(stage, Route(PRIMARY, SECONDARY, both_ways=both_ways), 3, seed=1)
+        point.choose_pairs()
+        there, back = stage.plain_source, stage.plain_destination
+        there[:] = np.random.default_rng(1).integers(0, 256, there.shape, dtype=np.uint8)
+        back[:] = ~there
+        before = [there.copy(), back.copy()]
+        memcpy, threads = point._memcpy, set()
+
+        def watched(destination: int, source: int, num_bytes: int) -> object:
+            threads.add(threading.get_ident())
+            return memcpy(destination, source, num_bytes)
+
+        point._memcpy = watched
+        assert point.copy_plainly() > 0.0
+        assert len(threads - {threading.get_ident()}) == len(threads) == 1 + both_ways
+        for (_, _, pairs), source, rows in zip(point._legs, before, (back, there), strict=False):
+            assert all(np.array_equal(rows[to_slot], source[from_slot]) for from_slot, to_slot in pairs)
+
+
+def test_a_limit_that_fails_is_not_measured() -> None:
+    with Stage(SMALL_BLOCKS.group, 8, layer_first=False) as stage:
+        point = Point(stage, Route(PRIMARY, SECONDARY), 3, seed=1)
+        point.choose_pairs()
+
+        def fail(_destination: int, _source: int, _num_bytes: int) -> object:
+            raise OSError("no memory")
+
+        point._memcpy = fail
+        with pytest.raises(TransferError, match="no memory"):
+            point.copy_plainly()
 
 
 class WrongByte:

@@ -56,6 +56,12 @@ def test_answers_are_the_same_and_come_from_the_tiers(run):
     assert "24 of 24 answers are identical" in result.text
 
 
+def test_without_a_terminal_each_stage_is_a_line_on_the_standard_error(run, capsys):
+    assert run().code == 0
+    assert [line for line in capsys.readouterr().err.splitlines() if "so far" not in line] == [
+        "kvtier demo: loading the model", "kvtier demo: answers with kvtier", "kvtier demo: the same answers without reuse"]
+
+
 @pytest.mark.parametrize("below_a_file", [False, True])
 def test_a_folder_that_cannot_be_kept_is_refused_before_a_model_is_loaded(run, tmp_path, monkeypatch, below_a_file):
     def load(*_given, **_named):
@@ -136,7 +142,7 @@ def test_a_file_replaces_the_demos_own_settings(run, tmp_path):
     figures = run(config=file).figures
     assert figures["plan"]["level_blocks"]["primary"] == 300
     assert figures["plan"]["level_blocks"]["nvme"] == 500
-    assert figures["config"]["chunk_size"] == "256"
+    assert figures["config"]["chunk_size"] == 256
 
 
 def test_a_file_may_switch_levels_off(run, tmp_path):

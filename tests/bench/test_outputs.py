@@ -62,9 +62,13 @@ def test_a_row_that_has_become_worse_is_shown_and_is_an_exit_code_of_1(tmp_path:
     assert report().finish(old) == 0
     same, worse, better = report(10.05), report(9.0), report(11.0)
     assert Outputs(compare_with=old).finish(same) == 0
-    assert "1 rows within noise" in shown(same)
+    said = shown(same)
+    assert "nothing differs beyond noise, over 1 row" in said
+    assert "before" not in said, "an empty table says nothing"
     assert Outputs(compare_with=old).finish(worse) == 1
-    assert "copy/a/2MiB 10.0 GB/s 9.00 GB/s -10% +0% WORSE" in shown(worse)
+    said = shown(worse)
+    assert "copy/a/2MiB 10.0 GB/s 9.00 GB/s -10% +0% WORSE" in said
+    assert "0 rows within noise, 1 WORSE" in said
     assert Outputs(compare_with=old).finish(better) == 0
     assert "+10% +0% better" in shown(better)
 

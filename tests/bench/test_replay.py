@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from kvtier.bench import slow_stages
 from kvtier.bench.replay import ReplaySettings, replay
 from kvtier.bench.replay_report import ReplayOptions, replay_rows, rows_by_name, run_replay
 from kvtier.bench.trace import Trace
@@ -130,6 +132,16 @@ def test_the_command_prints_a_table_and_writes_the_figures_and_the_time_line(tmp
     assert len(document["timeline"]) >= 100
 
 
+def test_without_a_terminal_a_long_replay_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(slow_stages, "EVERY", 1e9)
+    run_replay(options(tmp_path), Console(quiet=True))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(slow_stages, "EVERY", 0.0)
+    run_replay(options(tmp_path), Console(quiet=True))
+    assert re.search(r"^kvtier: replay: \d+ of \d+ requests$", capsys.readouterr().err, re.MULTILINE)
+
+
 def test_rows_are_in_bytes_of_the_models_blocks(tmp_path: Path) -> None:
     trace = synthetic_trace("chats", 300)
     found = replay(trace, settings(100, 200, 600))
@@ -143,6 +155,8 @@ def test_rows_are_in_bytes_of_the_models_blocks(tmp_path: Path) -> None:
     ({"policy": "best"}, "--policy='best': unknown"), ({"model": "llama-3-8"}, "--model='llama-3-8': .*did you mean llama-3-8b"),
     ({"secondary": "1KiB"}, "--secondary='1KiB': less than one block"),
     ({"primary": "0.001%"}, "--primary='0.001%': less than one of the trace's"),
+    ({"primary": "2000000000 blocks"}, "2000000000 blocks, more than the 16777216 that can be replayed"),
+    ({"secondary": "9000TiB"}, "--secondary='9000TiB': .* more than the 16777216 that can be replayed"),
     ({"dtype": "int3"}, "--dtype='int3'"), ({"write_ahead_share": 2.0}, "--write-ahead-share=2.0: a share from 0"),
     ({"copy_bandwidth": "fast"}, "--copy-bandwidth='fast': a rate is"),
     ({"nvme_bandwidth": "1GB"}, "--nvme-bandwidth='1GB': a rate is"),

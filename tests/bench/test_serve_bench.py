@@ -19,6 +19,7 @@ from kvtier.bench.serve import CEILING, HOST_ONLY, RECOMPUTE, ServePlan, measure
 from kvtier.bench.serve_engine import BLOCK, HitTokens, ServeError, Sizes
 from kvtier.bench.serve_plot import serve_panels
 from kvtier.bench.serve_text import TextSource
+from kvtier.bench.serve_vllm import VllmMaker, without_keys
 from kvtier.bench.serve_workload import Asked, Played, Served, Shape, distinct_tokens, returning_users, strangers, trace_arrivals
 from kvtier.errors import ConfigError
 
@@ -260,3 +261,14 @@ def test_a_plan_takes_what_is_given_on_the_command_line_and_refuses_what_is_none
                   (None, None, "1,2,3,4,5"), (None, None, "1,2,x,4")):
         with pytest.raises(ConfigError, match=r"--points|--at-once"):
             ServePlan().changed(wrong[0], wrong[1], None, None, wrong[2])
+
+
+def test_arguments_that_are_no_command_line_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(ConfigError, match=r"--vllm-arguments .*No closing quotation.*; close each quotation mark"):
+        VllmMaker("model", "--seed '3")
+
+
+def test_figures_have_no_keys_of_users() -> None:
+    assert without_keys(["--seed", "3", "--api-key", "s3cret", "--hf-token=s3cret", "--api-key=s3cret", "--dtype=half"]) == [
+        "--seed", "3", "--api-key", "***", "--hf-token=***", "--api-key=***", "--dtype=half"]

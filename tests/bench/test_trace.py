@@ -50,8 +50,10 @@ def test_compressed_files_are_read_as_they_are(tmp_path: Path, opened: object) -
     ('{"timestamp": 1, "input_len\n', "line 2: not JSON, Unterminated string.*; expected"),
     ('{"timestamp": 1, "input_length": 7', r"line 2: not JSON, .*\(the file ends inside this line\); expected"),
     ("[1]\n", r"line 2: \[1\]; expected an object"),
-    ('{"timestamp": 1}\n', "line 2: hash_ids=nothing; expected a list of whole numbers"),
-    ('{"timestamp": 1, "messages": []}\n', "line 2: hash_ids=nothing; .* give --tokenizer"),
+    ('{"timestamp": 1}\n', "line 2: no hash_ids; expected a list of whole numbers, .* as in {"),
+    ('{"timestamp": 1, "hash_ids": null}\n', "line 2: hash_ids=null; expected a list of whole numbers"),
+    ('{"timestamp": 1, "messages": []}\n', "line 2: a chat as text, .*--tokenizer FILE, .*tokenizer.json.*--tokenizer bytes"),
+    ('{"hash_ids": [1]}\n', "line 2: no timestamp; expected a whole number of at least 0"),
     (line(hash_ids=(0, True)), r"line 2: hash_ids=\[0, true\]; expected a list of whole numbers"),
     (line(timestamp="soon"), 'line 2: timestamp="soon"; expected a whole number of at least 0'),
     (line(input_length=0), "line 2: input_length=0; expected a whole number of at least 1"),
@@ -118,6 +120,7 @@ def test_chats_are_read_with_a_real_tokenizer(tmp_path: Path, chat_model_folder:
 
 @pytest.mark.parametrize(("request_line", "said"), [
     ({"messages": []}, "line 1: no messages; expected"), ({"text": "x"}, "line 1: no messages"),
+    ({"hash_ids": [1]}, "line 1: no messages; .* leave --tokenizer out"),
     ({"messages": [{"role": "user"}]}, "line 1: message 0 has no text"), ({"messages": ["x"]}, "line 1: message 0 has no text"),
     ({"messages": [{"role": "u", "content": "x"}], "timestamp": "y"}, "line 1: timestamp='y'; expected a whole number"),
 ])

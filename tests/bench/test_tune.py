@@ -163,15 +163,26 @@ def test_sparing_the_drive_is_offered_with_what_it_costs_and_not_done_by_itself(
     assert "nvme_min_uses" not in config_file.read_text(), "a drive that lasts needs no sparing"
 
 
-def test_a_speed_that_was_not_measured_is_said_with_what_to_do_where_the_level_is(tmp_path: Path) -> None:
+def test_a_level_that_was_not_measured_says_so_and_how_to_instead_of_figures(tmp_path: Path) -> None:
     console = Console(record=True, width=300)
-    run_tune(options(tmp_path, measured=[]), console)
+    run_tune(options(tmp_path, measured=[], json_file=tmp_path / "x.json"), console)
     said = console.export_text().splitlines()
-    for level, benchmark in (("secondary", "copy"), ("nvme", "nvme")):
-        line = next(line for line in said if line.startswith(f"{level}: none"))
-        assert "its speed was not measured" in line
-        assert f"--measured FILE takes what kvtier bench {benchmark} --json writes" in line
-    assert sum("--measured" in line for line in said) == 2
+    for level, here, benchmark in (("secondary", "--measure", "copy"), ("nvme", "--measure --nvme-directory DIR", "nvme")):
+        row, sentence = (line.strip() for line in said if line.strip().startswith(level))
+        assert row.split() == [level, "not", "measured"], "no size, and no figures of it"
+        assert sentence == (f"{level}: its speed was not measured; measure it here with {here}, or give --measured FILE, which "
+                            f"kvtier bench {benchmark} --json FILE writes")
+    document = json.loads((tmp_path / "x.json").read_text())
+    assert [row["name"] for row in document["results"]] == ["tune/primary", "tune/hit_token_ratio"]
+    assert [purchase["measured"] for purchase in document["purchases"]] == [False, False]
+
+
+def test_a_level_that_was_measured_and_does_not_pay_has_figures(tmp_path: Path) -> None:
+    console = Console(record=True, width=300)
+    run_tune(options(tmp_path, host_limit="0GB"), console)
+    row = next(line.split() for line in console.export_text().splitlines() if line.strip().startswith("secondary"))
+    assert row[:2] == ["secondary", "none"]
+    assert row[-2:] == ["0.00", "s"]
 
 
 def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
@@ -195,6 +206,7 @@ def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
     ({"primary": "lots"}, "--primary='lots'"),
     ({"endurance": "600"}, 'write for example "600GB"'), ({"block": 16}, "--block 512"),
     ({"host_limit": "5"}, "--host-limit='5': a size needs a unit"), ({"nvme_limit": "5%"}, "--nvme-limit='5%': must be a size in bytes"),
+    ({"measure": True, "nvme_directory": Path("/nonexistent")}, "--nvme-directory /nonexistent: does not exist, and --measure"),
     ({"tokenizer": "none.json"}, "--tokenizer='none.json'"), ({"measured": [Path("/nonexistent.json")]}, "cannot be read"),
 ])
 def test_bad_input_is_refused_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, object],

@@ -65,6 +65,7 @@ class GpuToyEngine:
         """One step: compare the tokens before ``start`` with what they must be, and write the others."""
         expected = self.values(tokens).to(self._wrong.device)
         torch.cuda.current_stream().synchronize()
+        expected.record_stream(self.stream)  # the next step's must not be written into this memory while this one still sleeps
         with torch.cuda.stream(self.stream), self.cache.step(self.stream, [request_id]) as ready:
             assert ready == [request_id]
             table = self.cache.block_table(ready)

@@ -199,6 +199,7 @@ def test_a_captured_step_writes_where_the_batch_of_the_moment_says() -> None:
         fused_write(qkv, pages, offsets.tensor, plan, query_heads=6, out=out, **pool.address)
 
     warm = torch.cuda.Stream()
+    torch.cuda.synchronize()
     with torch.cuda.stream(warm):   # compiles the kernels; nothing is written while all rows are null
         offsets.fill([])
         step()

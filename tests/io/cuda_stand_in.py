@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 _BROKEN = 700  # cudaErrorIllegalAddress, and every call returns it from then on
+_LONGEST_PITCH = 2**31 - 1
 
 
 class CudaError(RuntimeError):
@@ -42,6 +43,7 @@ class Runtime:
         self.paused = False                  # the device makes no progress
         self.calls: list[str] = []
         self.registered: dict[int, int] = {}
+        self._with_context: set[int] = set()  # threads that have called the runtime, which the driver's own calls presuppose
 
     def getDeviceCount(self) -> int:
         if self._devices == 0:
@@ -50,6 +52,7 @@ class Runtime:
 
     def new_handle(self) -> int:
         with self._lock:
+            self._with_context.add(threading.get_ident())
             return next(self._numbers)
 
     def new_stream(self) -> int:
@@ -92,7 +95,7 @@ class Runtime:
 
     def memcpy2DAsync(self, dst: int, dpitch: int, src: int, spitch: int, width: int, height: int, kind: int,
                       stream: int) -> None:
-        if width > min(dpitch, spitch):
+        if not width <= min(dpitch, spitch) <= max(dpitch, spitch) <= _LONGEST_PITCH:
             raise CudaError("cudaErrorInvalidPitchValue")
         self.enqueue("memcpy2DAsync", stream, (dst, dpitch, src, spitch, width, height))
 
@@ -110,7 +113,13 @@ class Runtime:
             self.calls.append(name)
             self._streams[stream].append(("copy", arguments))
 
+    def require_context(self) -> None:
+        """As the driver does, in whose calls nothing makes a context for a thread that has none."""
+        if threading.get_ident() not in self._with_context:
+            raise CudaError("CUDA_ERROR_INVALID_CONTEXT")
+
     def _check(self) -> None:
+        self._with_context.add(threading.get_ident())
         if self.broken is not None:
             raise CudaError(self.broken)
 
@@ -172,6 +181,7 @@ class StandInBatch:
     def copy(self, destinations: Any, sources: Any, sizes: Any, stream: int) -> None:
         assert destinations.dtype == sources.dtype == sizes.dtype == "uint64"
         assert sizes.all(), "CUDA refuses a copy of nothing"
+        self._runtime.require_context()
         if self.refuses is not None:
             raise self.refuses
         self.counts.append(len(sizes))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +80,15 @@ class DoubleFile:
         os.close(self._descriptor)
 
 
+class _Restored(AbstractContextManager[None]):
+    def __init__(self, settings: dict[str, object], before: dict[str, object]) -> None:
+        self._settings = settings
+        self._before = before
+
+    def __exit__(self, *_: object) -> None:
+        self._settings.update(self._before)
+
+
 class KvikioDouble:
     """What kvtier uses of ``kvikio``."""
 
@@ -98,9 +107,14 @@ class KvikioDouble:
         self.defaults = self
         self._lock = threading.Lock()
 
+    def get(self, config_name: str) -> object:
+        return self.settings.get(config_name)
+
     def set(self, config: dict[str, object]) -> AbstractContextManager[None]:
+        """At once, and back again only where it is entered."""
+        before = {name: self.settings.get(name) for name in config}
         self.settings.update(config)
-        return nullcontext()
+        return _Restored(self.settings, before)
 
     def note(self, verb: str, buf: Any, size: int, offset: int) -> None:
         assert np.asarray(buf).ctypes.data % 4096 == 0, "GPUDirect wants the buffer on a page boundary"
@@ -116,7 +130,9 @@ class KvikioDouble:
         return self.files[-1]
 
     def memory_register(self, buf: Any) -> None:
-        self.registered.append(np.asarray(buf).ctypes.data)
+        if self.settings.get("compat_mode") != self.CompatMode.ON:
+            self.registered.append(np.asarray(buf).ctypes.data)
 
     def memory_deregister(self, buf: Any) -> None:
-        self.registered.remove(np.asarray(buf).ctypes.data)
+        if self.settings.get("compat_mode") != self.CompatMode.ON:
+            self.registered.remove(np.asarray(buf).ctypes.data)

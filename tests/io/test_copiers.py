@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,7 +25,6 @@ SLOTS = 12
 SMALL = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 8, "dtype": "float32", "tokens_per_block": 4}  # 1,536 bytes: strided
 PAGES = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 64, "dtype": "bfloat16", "tokens_per_block": 8}  # 8,192: dense
 ROUTES = [(destination, source) for destination in (PRIMARY, SECONDARY) for source in (PRIMARY, SECONDARY, NVME)]
-DISTINCT = [route for route in ROUTES if route[0] != route[1]]
 
 Place = tuple[GroupPools, HostArena]
 
@@ -89,11 +89,15 @@ def test_any_set_of_independent_pairs_is_copied_byte_for_byte(
     monkeypatch.setattr(row_copier, "CALL_BYTES", data.draw(st.sampled_from([1, 20_000, 1 << 20])))
     monkeypatch.setattr(row_copier, "_WORTH_RELEASING", data.draw(st.sampled_from([0, 20_000, 1 << 20])))
     monkeypatch.setattr(row_copier, "_PUT_KEEPS_GIL", data.draw(st.sampled_from([4, 500, 5_000])))
-    route = data.draw(st.sampled_from(DISTINCT))
-    slots = st.integers(0, SLOTS - 1)
-    pairs = data.draw(st.lists(st.tuples(slots, slots), max_size=SLOTS, unique_by=lambda pair: pair[1]))
+    monkeypatch.setattr(row_copier, "_ITEM_BYTES", data.draw(st.sampled_from([1, 1_000, 256 << 10])))
+    monkeypatch.setattr(row_copier, "_LEAST_HALVED", data.draw(st.sampled_from([1, 2 << 20])))
+    destination, source = route = data.draw(st.sampled_from(ROUTES))
+    middle = SLOTS // 2  # inside one memory no destination may be a source
+    slots, to_slots = (st.integers(0, last - 1) for last in ((middle, middle) if source == destination else (SLOTS, SLOTS)))
+    pairs = data.draw(st.lists(st.tuples(slots, to_slots), max_size=SLOTS, unique_by=lambda pair: pair[1]))
+    if source == destination:
+        pairs = [(from_slot, to_slot + middle) for from_slot, to_slot in pairs]
     fill(place)
-    destination, source = route
     expected = rows_of(place, destination).copy()
     for from_slot, to_slot in pairs:
         expected[to_slot] = rows_of(place, source)[from_slot]
@@ -176,6 +180,38 @@ def test_a_block_that_is_copied_within_a_pool_is_copied_once(layer_first: bool, 
         tracemalloc.stop()
     assert most < group.block_bytes // 16
     assert torch.equal(pool.sections[0].tensor, expected)
+
+
+@pytest.mark.parametrize("route", [(SECONDARY, PRIMARY), (PRIMARY, PRIMARY)], ids=name)
+@pytest.mark.parametrize("pairs", [
+    [(slot * 5 % 6, slot + 6) for slot in range(6)],
+    [(slot, slot * 5 % 6 + 6) for slot in range(5)],
+    [(slot, slot + 6) for slot in range(6)],
+    [(2, 7)],
+], ids=["gather", "scatter", "run", "one"])
+def test_no_move_is_so_long_that_it_goes_past_the_caches(route: tuple[int, int], pairs: list[tuple[int, int]]) -> None:
+    group = KVLayout.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", tokens_per_block=16).groups[0]  # 2 MiB
+    pools = GroupPools(group, PrimaryPool(group, SLOTS, "cpu"), HostArena(SLOTS, group.block_bytes, pin=False))
+    copier = open_copiers(pools, None, "cpu")[route]
+    assert isinstance(copier, HostCopier)
+    calls = copier.plan(pairs)
+    assert sum(array.nbytes for array, _ in map(moved, calls)) == len(pairs) * group.block_bytes
+    assert all(longest <= row_copier._ITEM_BYTES for _, longest in map(moved, calls))
+
+
+def moved(call: row_copier.Call) -> tuple[np.ndarray, int]:
+    """What a call writes (of ``put``: what it reads), and how much of it one ``memmove`` moves at most."""
+    assert isinstance(call, partial)
+    if call.func is not np.copyto:
+        array = call.args[2] if call.func.__name__ == "take" else call.args[1]
+        return array, array.itemsize
+    array, longest = call.args[0], 1
+    for length, stride in zip(array.shape[::-1], array.strides[::-1], strict=True):  # numpy joins what lies side by side
+        if stride == longest:
+            longest *= length
+        elif length > 1:
+            break
+    return array, longest
 
 
 def another_thread_runs_beside(calls: list[row_copier.Call]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,12 @@ def test_a_path_that_is_refused_fails_its_trial(trial: CopyTrial, tools: CopyToo
     tools.batch.refuses = TransferError("not today")  # type: ignore[union-attr]
     with pytest.raises(TransferError, match="one batch: not today"):
         trial.seconds(Direction.UP, 4096, BATCH)
+
+
+def test_what_is_measured_holds_no_sleep(trial: CopyTrial, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sleep is longer than many a copy: all ways would seem to take as long as the host slept."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("the host slept"))
+    assert trial.seconds(Direction.UP, 4 << 10, CopyPath.RUNS) > 0.0
 
 
 def test_a_trial_that_does_not_end_is_given_up(trial: CopyTrial, cuda: StandInCuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvtier.errors import TransferError
+from kvtier.io import cuda_batch
 from kvtier.io.cuda_batch import BatchCopy
 
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_size_t
@@ -87,6 +88,22 @@ def test_nothing_to_copy_is_no_call() -> None:
     nothing = np.zeros(0, np.uint64)
     BatchCopy(driver).copy(nothing, nothing, nothing, STREAM)
     assert driver.streams == []
+
+
+@pytest.mark.parametrize("version", [12080, 13000])
+def test_many_copies_are_several_calls_and_a_failure_is_counted_through(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_batch, "MOST_ENTRIES", 3)
+    driver = FakeDriver(version)
+    source, destination = np.random.default_rng(1).integers(0, 256, (8, 32), np.uint8), np.zeros((8, 32), np.uint8)
+    rows = np.arange(8, dtype=np.uint64) * np.uint64(32)
+    entries = destination.ctypes.data + rows, source.ctypes.data + rows[::-1].copy(), np.full(8, 32, np.uint64)
+    batch = BatchCopy(driver)
+    batch.copy(*entries, STREAM)
+    assert driver.streams == [STREAM] * 3
+    assert (destination == source[::-1]).all()
+    driver.status = 1
+    with pytest.raises(TransferError, match="at entry 1$" if version < 13000 else "error 1$"):
+        batch.copy(*entries, STREAM)
 
 
 @pytest.mark.parametrize("stream", [0, 1])

@@ -8,13 +8,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvtier.errors import ConfigError, TransferError
+from kvtier.io import capture_mode
 from kvtier.io.copiers import open_copiers
 from kvtier.io.copy_tools import CopyTools
 from kvtier.io.cuda_copier import CudaCopier
@@ -165,6 +168,55 @@ def test_the_engines_stream_is_ordered_both_ways_without_the_host_waiting(cuda: 
 def test_something_that_is_no_stream_is_refused(cuda: Any, engine_stream: object) -> None:
     with pytest.raises(ConfigError, match="cudaStream_t"):
         CudaDevice(cuda, 0).engine_waits(engine_stream, [], None)
+
+
+@pytest.mark.parametrize(("handle", "wanted"), [
+    (0, "default of cuda:1"), (1, "default of cuda:1"), (2, "2 on cuda:1"), (77, "77 on cuda:1")])
+def test_torch_works_on_the_engines_stream_also_where_that_is_the_default_one(
+        cuda: Any, monkeypatch: pytest.MonkeyPatch, handle: int, wanted: str) -> None:
+    """``ExternalStream`` of a null handle is no error and no default stream: torch then takes one out of its pool."""
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: f"{handle} on {device}")
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"default of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(stream))
+    with CudaDevice(cuda, 1).on_engine(handle) as stream:
+        assert stream == wanted
+
+
+def test_the_first_call_of_a_new_thread_may_be_one_of_the_driver(cuda: Any, stream: CudaStream) -> None:
+    """The runtime makes a context for a thread that has none; the driver, and so the batched copy, does not."""
+    batch = sys.modules["cuda_stand_in"].StandInBatch(cuda.runtime)
+    source, destination = np.full(64, 7, np.uint8), np.zeros(64, np.uint8)
+    entry = [np.array([number], np.uint64) for number in (destination.ctypes.data, source.ctypes.data, 64)]
+    events: list[Any] = []
+    thread = threading.Thread(target=lambda: events.append(stream.submit(lambda: batch.copy(*entry, current_handle()))))
+    thread.start()
+    thread.join()
+    assert events[0].wait(5.0)
+    assert events[0].error is None
+    assert (destination == 7).all()
+
+
+def test_asking_after_an_event_leaves_a_graph_that_another_thread_captures_alone(
+        cuda: Any, stream: CudaStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    event = stream.submit(lambda: None)
+    modes = [0]  # this thread's, and what it was before
+    asked: list[int] = []
+
+    def exchange(mode: Any) -> int:
+        modes[0], mode._obj.value = mode._obj.value, modes[0]
+        return 0
+
+    monkeypatch.setattr(capture_mode, "exchange_of_driver", lambda: exchange)
+    for name in ("eventQuery", "eventSynchronize"):
+        call = getattr(cuda.runtime, name)
+        monkeypatch.setattr(cuda.runtime, name, lambda event, call=call: asked.append(modes[0]) or call(event))
+    assert event.wait(5.0)
+    assert event.wait()
+    assert set(asked) == {capture_mode.RELAXED}
+    assert modes == [0], "the thread's own mode has come back"
+    monkeypatch.setattr(capture_mode, "exchange_of_driver", lambda: lambda mode: 201)  # there is no context: nothing was exchanged
+    assert event.wait()
+    assert asked[-1] == 0
 
 
 # -- copies --------------------------------------------------------------------------------------------------------------

@@ -15,12 +15,13 @@ import torch
 sys.path.append(str(Path(__file__).parent))  # importlib mode puts no folder there
 
 from cuda_stand_in import StandInCuda
+from kvikio_double import KvikioDouble
 
 from kvtier.io.checksum import block_checksum
 from kvtier.io.copy_tools import CopyTools
 from kvtier.io.cuda_copier import CudaCopier
 from kvtier.io.cuda_stream import CudaStream
-from kvtier.io.gds import DeviceRowMemory, require_right_checksum
+from kvtier.io.gds import DeviceRowMemory, _unregister, require_right_checksum
 from kvtier.io.gds_driver import GdsUnavailable
 from kvtier.pools.device_arena import DeviceArena
 from kvtier.pools.layout import KVLayout, LayerGroup
@@ -82,3 +83,14 @@ def test_a_device_whose_checksum_is_wrong_or_missing_is_not_used(damage, reason:
     row.checksum = damage  # type: ignore[method-assign]
     with pytest.raises(GdsUnavailable, match=reason):
         require_right_checksum(row, 5000)
+
+
+def test_memory_is_unregistered_in_the_mode_that_it_was_registered_in() -> None:
+    """In KvikIO's compatibility mode neither does anything: memory registered in another one would stay so, and be freed."""
+    kvikio, arena = KvikioDouble(), arena_on_host(2, 5000)
+    with kvikio.defaults.set({"compat_mode": "off"}):
+        kvikio.memory_register(arena.whole)
+    kvikio.set({"compat_mode": "on"})
+    _unregister(kvikio, arena, "off")
+    assert not kvikio.registered
+    assert kvikio.get("compat_mode") == "on"

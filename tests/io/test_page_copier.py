@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).parent))  # importlib mode puts no folder the
 from cuda_stand_in import StandInBatch, StandInCuda, StandInKernel
 
 from kvtier.io.copy_paths import CopyPath, CopyPaths, Direction
+from kvtier.io.copy_runs import MAX_PITCH
 from kvtier.io.copy_tools import CopyTools
 from kvtier.io.cuda_stream import CudaStream
 from kvtier.io.page_copier import CudaPageCopier, HostPageCopier, PagePlaces, PageRun, page_runs
@@ -42,6 +43,36 @@ def test_neighbouring_pages_in_neighbouring_slots_are_one_run_where_a_block_is_o
 def test_a_run_ends_where_memory_is_registered_in_pieces() -> None:
     places = PLACES._replace(pages_per_block=1, slots_per_piece=2)
     assert [run.length for run in page_runs(places, [3, 4, 5, 6], [0, 1, 2, 3], 0)] == [2, 2]
+
+
+def test_places_too_far_apart_for_one_copy_on_cuda_are_copies_of_their_own() -> None:
+    places = PLACES._replace(pages_per_block=1)
+    far = MAX_PITCH // 4096 + 1
+    assert [run.length for run in page_runs(places, [3, 4, 5], [0, far - 1, 2 * (far - 1)], 0)] == [3]
+    assert [run.length for run in page_runs(places, [3, 4, 5], [0, far, 2 * far], 0)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("num_pages", [1, 3])
+def test_wide_pages_are_copied_in_items_that_fit_the_caches(num_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    width, longest = 2 << 20, []
+    arena = HostArena(4, width, pin=False)
+    pages = torch.randint(0, 256, (4, width), dtype=torch.uint8)
+    before = pages.clone()
+    copyto = np.copyto
+
+    def watched(destination: np.ndarray, source: np.ndarray) -> None:
+        assert destination.strides[-2] > destination.shape[-1], "items that lie side by side would be moved as one"
+        longest.append(destination.shape[-1])
+        copyto(destination, source)
+
+    monkeypatch.setattr(np, "copyto", watched)
+    copier = HostPageCopier([pages], arena)
+    copier.store([PageRun(1, num_pages, 0, arena.stride)])
+    pages[1:1 + num_pages] = 0
+    copier.load([PageRun(1, num_pages, 0, arena.stride)])
+    assert torch.equal(pages, before)
+    assert max(longest) <= 256 << 10
+    assert len(longest) == 4, "each call is a wait for the GIL"
 
 
 @given(st.data())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvtier.kernels import RingMap, Visibility
-from kvtier.kernels.nvfp4 import dequantise_nvfp4_reference, quantise_nvfp4_reference
+from kvtier.kernels.nvfp4 import dequantise_nvfp4_torch, quantise_nvfp4_torch
 
 NVFP4 = torch.uint8
 LAYERS, LAYER = 2, 1
@@ -111,8 +111,9 @@ class AttentionBatch:
     def _store(self, numbers: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Stored numbers, block scales and what they are again, float64."""
         if self.dtype == NVFP4:
-            codes, block_scales = quantise_nvfp4_reference(numbers.float(), scale)
-            return codes, block_scales, dequantise_nvfp4_reference(codes, block_scales, scale, torch.float32).double()
+            # Not the references, whose bits these have: a batch as large as a GPU's tests want takes those a minute.
+            codes, block_scales = quantise_nvfp4_torch(numbers.float(), scale)
+            return codes, block_scales, dequantise_nvfp4_torch(codes, block_scales, scale, torch.float32).double()
         scaled = numbers / scale
         stored = (scaled.round().clamp(-128, 127) if self.dtype == torch.int8 else scaled).to(self.dtype)
         return stored, None, stored.double() * scale

@@ -7,8 +7,9 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from kvtier.errors import ConfigError, RequestError
 from kvtier.kernels import gather_tokens, write_kv, zero_value_tail
@@ -27,7 +28,7 @@ def all_tokens(batch, index_dtype=torch.int64):
             sequences[order].to(index_dtype), positions[order].to(index_dtype))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(lengths=st.lists(st.integers(0, 21), min_size=1, max_size=4), index_dtype=st.sampled_from([torch.int32, torch.int64]),
        shape=st.fixed_dictionaries({
            "heads": st.integers(1, 3), "tokens_per_block": st.sampled_from([1, 4, 16]), "head_dim": st.sampled_from([5, 8, 64]),

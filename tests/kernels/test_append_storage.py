@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from kvtier.errors import RequestError
 from kvtier.kernels import write_kv
@@ -86,7 +87,7 @@ def largest_error(storage, rows, scale):
     return rows.unflatten(-1, (-1, 16)).amax(-1).repeat_interleave(16, -1) * (1 / 6 + 1 / 100)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(storage=st.sampled_from(["fp8", "int8", "nvfp4"]), lengths=st.tuples(st.integers(0, 40), st.integers(0, 40)),
        heads=st.integers(1, 3), tokens=st.sampled_from([16, 32, 128]), key_dim=st.sampled_from([64, 80, 256]),
        value_dim=st.sampled_from([None, 64, 96]), tokens_first=st.booleans(), seed=st.integers(0, 1000),
@@ -132,7 +133,7 @@ def test_values_are_stored_with_the_scale_of_values(poison, storage):
     assert float((found - value.double()).norm() / value.double().norm()) > 0.5
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(numbers=st.lists(st.one_of(st.floats(-600, 600, width=32), st.integers(-512, 512).map(lambda n: n / 4)), min_size=1, max_size=8),
        scale=st.sampled_from([1.0, 0.5, 0.03, 7.0]))
 def test_eight_bits_are_the_nearest_that_there_are(numbers, scale):

@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvtier.errors import RequestError
@@ -27,7 +28,7 @@ def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
     return float((out.double() - reference.double()).norm() / reference.double().norm())
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(past=st.integers(0, 70), tokens=st.integers(1, 9), group=st.integers(1, 4), **SHAPES)
 def test_prefill_matches_the_reference(paged, past, tokens, group, dtype, **shape):
     batch = paged([past + tokens], dtype=dtype, **shape).write_without_kernel()
@@ -39,7 +40,7 @@ def test_prefill_matches_the_reference(paged, past, tokens, group, dtype, **shap
     assert relative_error(out, reference) < TOLERANCE[dtype]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=3), group=st.integers(1, 4), **SHAPES)
 def test_decode_matches_the_reference(paged, lengths, group, dtype, **shape):
     batch = paged(lengths, dtype=dtype, **shape).write_without_kernel()

@@ -7,8 +7,9 @@ from unittest import mock
 import pytest
 import torch
 from attention_batch import NVFP4, AttentionBatch, relative_error
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from kvtier.kernels import PrefillPlan, attention_decode, attention_prefill, attention_prefill_batch, page_reader
 from kvtier.kernels.attention_reference import attention_reference
@@ -43,7 +44,7 @@ QUERIES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
 CAPS = st.none() | st.sampled_from([0.5, 3.0])
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(120)
 @given(model=models(), lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3), queries=QUERIES, soft_cap=CAPS,
        in_place=st.booleans())
 def test_decode_is_attention_over_what_is_visible(model, lengths, queries, soft_cap, in_place):
@@ -60,7 +61,7 @@ def test_decode_is_attention_over_what_is_visible(model, lengths, queries, soft_
         assert relative_error(out[row:row + 1], expected) < tolerance(batch.dtype, query)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(120)
 @given(model=models(), chunks=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=2), queries=QUERIES,
        soft_cap=CAPS)
 def test_prefill_is_causal_attention_over_what_was_there_and_the_chunk(model, chunks, queries, soft_cap):
@@ -79,7 +80,7 @@ def test_prefill_is_causal_attention_over_what_was_there_and_the_chunk(model, ch
         assert relative_error(out[rows], expected) < tolerance(batch.dtype, query)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(model=models(), past=st.integers(0, 12), tokens=st.integers(1, 4), soft_cap=CAPS)
 def test_the_reference_says_the_same(model, past, tokens, soft_cap):
     batch = AttentionBatch([past + tokens], first=[past], **model)

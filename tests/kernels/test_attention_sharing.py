@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_batch import AttentionBatch, relative_error
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from kvtier.errors import RequestError
 from kvtier.kernels import PrefillPlan, attention_decode, attention_prefill, attention_prefill_batch, mask_of_parents, mask_of_places
@@ -38,7 +39,7 @@ def trees(draw):
     return [draw(st.integers(-1, token - 1)) for token in range(draw(st.integers(1, 12)))]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(first=trees(), second=trees(), pasts=st.tuples(st.integers(0, 40), st.integers(0, 40)), window=st.none() | st.integers(2, 20),
        sinks=st.integers(0, 4), group=st.sampled_from([1, 3]), seed=st.integers(0, 100))
 def test_a_draft_sees_its_path_and_what_is_before_the_drafts(first, second, pasts, window, sinks, group, seed):
@@ -88,7 +89,7 @@ def test_a_mask_from_the_places_on_paths_is_the_one_from_parents():
         mask_of_parents([-1, 1])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=4), window=st.none() | st.integers(1, 20), seed=st.integers(0, 1000))
 def test_beams_read_tokens_from_the_pages_of_other_rows(lengths, window, seed):
     batch = AttentionBatch(lengths, first=[0] * len(lengths), window=window, seed=seed, group=1)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from kvtier.errors import RequestError
 from kvtier.kernels.block_offsets import ScratchWindow, fill_block_offsets
@@ -39,7 +40,7 @@ def expect(rows, pools, ranges=(), scratch=()):
 
 
 @pytest.mark.parametrize("is_reference", [False, True])
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(rows=ROWS, dtype=st.sampled_from([torch.int32, torch.int64]),
        pools=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1)), min_size=1, max_size=3), data=st.data())
 def test_each_pools_entries_are_its_pages_and_the_rest_is_null(reference_switch, is_reference, rows, dtype, pools, data):

@@ -111,6 +111,15 @@ def test_the_check_fails_when_a_kernel_does_not_compile(capsys, monkeypatch):
     assert "FAILED" in capsys.readouterr().out
 
 
+def test_a_kernel_that_wants_more_shared_memory_than_there_is_fails(monkeypatch):
+    """It compiles all the same, and Triton would say so at its first launch."""
+    case = next(case for case in cases() if case.name == "decode/join/bf16/128")
+    good = compile_check.compile_case(case, 90)
+    assert good.error is None
+    monkeypatch.setitem(compile_check.SHARED_BYTES, 90, good.shared_bytes - 1)
+    assert f"{good.shared_bytes} bytes of shared memory: there are {good.shared_bytes - 1}" in str(compile_check.compile_case(case, 90))
+
+
 def test_the_check_refuses_to_run_interpreted(capsys, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert compile_check.main() == 2

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from kvtier.errors import RequestError
 from kvtier.kernels.fused_write import fused_write
@@ -127,7 +128,7 @@ def assert_written(model, keys, values, sequences, positions):
             assert relative_error(found, rows) < model.limit()
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(shape=st.fixed_dictionaries({
            "kv_heads": st.sampled_from([1, 2, 3]), "dim": st.sampled_from([16, 48, 64]), "value_dim": st.sampled_from([None, 16, 32]),
            "style": st.sampled_from(RotaryStyle), "has_bias": st.booleans(), "storage": st.sampled_from(list(STORED)),

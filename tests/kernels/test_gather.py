@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_batch import NVFP4, AttentionBatch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from kvtier.errors import RequestError
 from kvtier.kernels import gather_tokens
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(length=st.integers(0, 40), wanted=st.integers(0, 40), window=st.none() | st.integers(1, 50), sinks=st.integers(0, 9),
        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, NVFP4]), value_dim=st.sampled_from([16, 32]),
        tokens_first=st.booleans())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from kvtier.errors import RequestError
 from kvtier.kernels.indexer_scatter import scatter_indexer_keys
@@ -19,7 +20,7 @@ def strided_cache(shape, order, layers=2):
     return memory, memory.select(2, layers - 1).permute([order.index(axis) for axis in range(4)])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(blocks=st.integers(2, 4), tokens_per_block=st.sampled_from([4, 8]), key_bytes=st.sampled_from([1, 16, 20]),
        order=st.permutations(range(4)), dtype=st.sampled_from([torch.uint8, torch.int8, torch.float8_e4m3fn]),
        index_dtype=st.sampled_from([torch.int32, torch.int64]), tokens=st.integers(0, 8), seed=st.integers(0, 1000),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from kvtier.errors import RequestError
 from kvtier.kernels.mla_append import append_mla
@@ -24,7 +25,7 @@ def place_of(sequence, position):
     return int(make_table()[sequence, 0, position // TOKENS]) + 1, position % TOKENS
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(storage=st.sampled_from(["float32", "bfloat16", "fp8", "nvfp4"]), latent=st.sampled_from([64, 512]), rope=st.sampled_from([16, 64]),
        lengths=st.tuples(st.integers(0, 32), st.integers(0, 32)), seed=st.integers(0, 1000))
 def test_both_parts_become_one_row_and_nothing_else_changes(poison, same_bits, storage, latent, rope, lengths, seed):

@@ -8,8 +8,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from kvtier.errors import RequestError
 from kvtier.kernels.nvfp4 import dequantise_nvfp4, quantise_nvfp4
@@ -62,7 +63,7 @@ def groups(draw: st.DrawFn) -> tuple[list[float], float]:
     return numbers, scale
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(rows=st.lists(groups(), min_size=1, max_size=3))
 def test_codes_and_scales_are_those_of_the_model(rows):
     scale = rows[0][1]
@@ -80,7 +81,7 @@ def test_codes_and_scales_are_those_of_the_model(rows):
 
 
 @pytest.mark.usefixtures("reference_kernels")
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(row=groups())
 def test_the_reference_is_the_model_too(row):
     codes, scales = quantise_nvfp4(torch.tensor([row[0]]), row[1])
@@ -102,7 +103,7 @@ def test_all_sixteen_codes_come_back_as_themselves_with_every_normal_scale():
         assert torch.equal(dequantise_nvfp4(codes, scales, scale), numbers)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(seed=st.integers(0, 10**6), scale=st.sampled_from([1.0, 0.013, 5e-5]), size=st.integers(-6, 11),
        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_a_second_round_trip_changes_nothing(seed, scale, size, dtype):

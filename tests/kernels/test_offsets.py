@@ -7,8 +7,9 @@ from array import array
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from kvtier.errors import ConfigError, RequestError
 from kvtier.kernels import NULL_ENTRY, OffsetTable, write_kv
@@ -21,7 +22,7 @@ def make(**changes):
     return OffsetTable(**({"max_rows": 4, "max_blocks": 5, "num_layers": 3, "kv_factor": 2, "num_blocks": 10} | changes))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(rows=st.lists(st.lists(st.one_of(st.integers(0, 9), st.none(), st.integers(-9, -1)), max_size=5), max_size=4),
        before=st.lists(st.lists(st.integers(0, 9), max_size=5), max_size=4), layers=st.integers(1, 40), kv_factor=st.sampled_from([1, 2]))
 def test_an_entry_is_the_first_page_of_its_field_and_the_rest_is_null(rows, before, layers, kv_factor):
@@ -102,7 +103,7 @@ def test_any_sequence_of_whole_numbers_is_a_row(kind):
     assert torch.equal(make().fill([[1, 2, 3], kind([4]), kind([5, 6])]), expected)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(rows=st.lists(st.lists(st.one_of(st.integers(0, 9), st.none(), st.just(-1)), max_size=5), max_size=4))
 def test_pool_indices_of_the_primary_level_give_the_table_of_their_slots(rows):
     indices = [[pool_index(PRIMARY, slot) if slot is not None and slot >= 0 else slot for slot in row] for row in rows]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from kvtier.errors import RequestError
 from kvtier.kernels import copy_partial_blocks
@@ -34,7 +35,7 @@ def expected_copy(destination, source, pairs, tokens):
     return out
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(tokens=st.integers(-1, 6), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]), tokens_first=st.booleans(),
        padding=st.sampled_from([0, 24]), kv_factor=st.sampled_from([1, 2]), seed=st.integers(0, 1000),
        pairs=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5)), max_size=4, unique_by=lambda pair: pair[1]))

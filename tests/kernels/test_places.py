@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from kvtier.errors import RequestError
 from kvtier.kernels import write_kv
@@ -15,7 +16,7 @@ from kvtier.kernels.places import TokenRuns, spread
 pieces = st.tuples(st.integers(-1, 2), st.integers(-5, 60), st.integers(1, 40))   # row, first position, tokens
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(pieces=st.lists(pieces, max_size=9), tokens_per_block=st.sampled_from([1, 4, 16]), dtype=st.sampled_from([np.int32, np.int64]))
 def test_a_run_is_a_stretch_of_one_block_and_all_runs_are_all_tokens(pieces, tokens_per_block, dtype):
     rows = np.array([row for row, _, count in pieces for _ in range(count)], dtype)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from kvtier.errors import ConfigError
 from kvtier.kernels import write_kv
@@ -15,7 +16,7 @@ maps = st.integers(1, 20).flatmap(lambda window: st.builds(
     RingMap, st.just(window), st.integers(0, window - 1), st.sampled_from([1, 2, 4, 8]), st.booleans()))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(ring=maps, length=st.integers(1, 60))
 def test_tokens_of_a_window_and_sinks_have_different_places_and_the_sinks_block_is_theirs_alone(ring, length):
     tokens = torch.arange(length)
@@ -32,7 +33,7 @@ def test_tokens_of_a_window_and_sinks_have_different_places_and_the_sinks_block_
         assert bool((places[ring.sinks:] >= first).all())
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(ring=maps, length=st.integers(1, 40), chunk=st.sampled_from([1, 3, None]), data=st.data())
 def test_membership_read_off_with_one_hot_keys(ring, length, chunk, data):
     """However a prompt came, at once, in chunks or token by token, the pool holds the sinks and the newest tokens, each at its place."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from kvtier.errors import RequestError
 from kvtier.kernels.token_moves import move_tokens, move_tokens_reference
@@ -26,7 +27,7 @@ def pool(fields=2, dtype=torch.float32, tokens_first=False, seed=0):
 places = st.integers(0, PLACES - 1)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(moves=st.lists(st.tuples(places, places), max_size=12), fields=st.sampled_from([1, 2]), tokens_first=st.booleans(),
        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.float64]), seed=st.integers(0, 99))
 def test_moves_that_overlap_have_the_result_of_one_after_the_other(same_bits, moves, fields, tokens_first, dtype, seed):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from kvtier.errors import RequestError
 from kvtier.kernels.value_tail import zero_value_tail
@@ -21,7 +22,7 @@ def expect(batch, layers):
     return out
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(lengths=st.lists(st.integers(0, 21), min_size=1, max_size=4), layers=st.sampled_from([None, range(1, 2), range(0, 3, 2), range(0)]),
        index_dtype=st.sampled_from([torch.int32, torch.int64]),
        shape=st.fixed_dictionaries({

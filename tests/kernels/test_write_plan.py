@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from kvtier.errors import RequestError
 from kvtier.kernels.ring_map import RingMap
 from kvtier.kernels.write_plan import plan_write
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=5), padding=st.integers(0, 3),
        dtype=st.sampled_from([torch.int32, torch.int64]), deltas=st.booleans(), kind=st.sampled_from(["past", "override", "offset"]),
        owned=st.booleans(), ring=st.sampled_from([None, RingMap(4, 1, 2), RingMap(6, 0, 4, True)]), seed=st.integers(0, 1000))

@@ -14,6 +14,13 @@ def test_a_rate_that_is_none_is_refused_with_its_name(text: object) -> None:
         parse_rate(text, "--bandwidth")
 
 
+@pytest.mark.parametrize("text", ["9" * 5000 + "KB/s", "x" * 5000, "0" * 5000 + "B/s"], ids=["digits", "letters", "noughts"])
+def test_a_rate_that_fills_the_screen_is_shown_shortened(text: str) -> None:
+    with pytest.raises(ConfigError, match="--bandwidth=") as refused:
+        parse_rate(text, "--bandwidth")
+    assert len(str(refused.value)) < 600
+
+
 def test_a_rate_is_bytes_per_second() -> None:
     assert parse_rate("200MiB/s", "--bandwidth") == 200 * (1 << 20)
     assert parse_rate("1.5 GB/s", "--bandwidth") == 1.5e9

@@ -15,6 +15,7 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.pools.host_memory import CgroupMemory, HostMemory, mount_of
 from kvtier.tiering import doctor
+from kvtier.tiering.config import TierConfig
 from kvtier.tiering.doctor import Finding, Report, Status, examine, print_report
 
 GIB = 1 << 30
@@ -44,8 +45,9 @@ def test_a_good_machine_is_ok_and_names_every_setting_with_its_source(tmp_path: 
     report = examine(tmp_path)
     assert report.ok
     content = json.loads(json.dumps(report.as_json()))
-    assert content["config"]["max_batch_size"] == {"value": "3", "source": "environment KVTIER_MAX_BATCH_SIZE"}
+    assert content["config"]["max_batch_size"] == {"value": 3, "source": "environment KVTIER_MAX_BATCH_SIZE"}
     assert content["config"]["primary"] == {"value": "90%", "source": "default"}
+    assert content["config"]["max_tokens"] == {"value": None, "source": "default"}
     assert {check["name"] for check in content["checks"]} >= {
         "configuration", "Python", "kvtier", "torch", "GPU", "cupy", "kvikio", "CPUs", "host memory", "memlock", "/dev/shm",
         "file system", "free space", "direct I/O"}
@@ -63,7 +65,7 @@ def test_a_bad_configuration_fails_with_the_reason_and_the_rest_is_still_examine
     assert not report.ok
     assert "needs a unit" in line(report, "configuration").found
     assert line(report, "direct I/O").name == "direct I/O"
-    assert report.configuration == ()
+    assert report.configuration is None
 
 
 def test_faults_that_are_injected_are_a_warning_and_without_them_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,11 +216,11 @@ def test_file_systems_that_cannot_do_gds_or_are_memory_are_warnings(
 
 def test_the_printed_report_shows_verdict_and_next_step() -> None:
     said: list[str] = []
-    print_report(Report((Finding("memlock", Status.WARN, "8 MiB", "ulimit -l unlimited"),), (("gds", "auto", "default"),)),
-                 said.append)
+    print_report(Report((Finding("memlock", Status.WARN, "8 MiB", "ulimit -l unlimited"),), TierConfig()), said.append)
     assert said[0].split() == ["warn", "memlock", "8", "MiB"]
     assert "-> ulimit -l unlimited" in said[1]
-    assert "gds" in said[-1]
+    assert [each.split()[-1] for each in said[2:]].count("default") == len(TierConfig().effective())
+    assert not [each for each in said if "None" in each]
 
 
 # -- GPUDirect ---------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from tier_rig import TierRig, keys, until
 
 from kvtier import TierConfig, TierWorker
 from kvtier.errors import ConfigError, RequestError, TransferError
+from kvtier.io import cpu_stream
 from kvtier.io.faults import FaultOperation
 from kvtier.io.shared_arena import SharedArena
 from kvtier.pools.page_layout import PageGroup, PageLayout
@@ -98,6 +99,24 @@ def test_pages_lie_one_behind_the_other_in_their_slot_also_in_strided_tensors(ga
         arena.unlink()
         del slots
         arena.close()
+
+
+@pytest.mark.parametrize("is_store", [True, False], ids=["store", "load"])
+def test_submitting_lets_the_copying_thread_begin(worker: TierWorker, gate: Gate, is_store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the engine's thread keeps the GIL, and a copy that could begin waits for it."""
+    gate.opened.set()
+    stream = worker._stores if is_store else worker._loads
+    assert isinstance(stream, cpu_stream.CpuStream)
+    monkeypatch.setattr(cpu_stream, "_LONGEST_TURN", 10.0)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(100.0)  # nobody takes the GIL from a thread that does not give it up
+    try:
+        assert stream.synchronize(10)
+        (worker.submit_store if is_store else worker.submit_load)(0, 0, [0, 1], [0])
+        assert stream._queue.empty()
+    finally:
+        sys.setswitchinterval(interval)
+    assert worker.wait([0], 10)
 
 
 def test_pages_in_use_are_waited_for_before_they_are_overwritten(worker: TierWorker, gate: Gate) -> None:

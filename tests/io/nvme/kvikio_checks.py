@@ -56,6 +56,8 @@ def test_the_settings_are_the_ones_that_were_asked_for(kvikio) -> None:
     assert defaults.get("gds_threshold") == 4096
     assert defaults.get("auto_direct_io_read") is True
     assert defaults.get("auto_direct_io_write") is True
+    with kvikio.defaults.set({"compat_mode": kvikio.defaults.get("compat_mode")}):
+        assert defaults.get("compat_mode") == kvikio.CompatMode.ON
 
 
 def test_the_probe_passes_with_the_real_library(kvikio, tmp_path) -> None:

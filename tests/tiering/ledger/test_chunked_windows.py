@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from group_run import GroupRun, full, recurrent, window
-from hypothesis import given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
+from property_examples import examples
 
 from kvtier.errors import CapacityError, ConfigError, LedgerError, RequestError
 from kvtier.pools.pool_index import NVME, PRIMARY, level_of
@@ -354,7 +355,7 @@ def test_verify_notices_scratch_that_is_counted_twice() -> None:
 # -- at random ---------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data(), size=st.integers(1, 12), chunk=st.integers(1, 18), sinks=st.sampled_from((0, 0, 4)), extra=st.integers(0, 3),
        primary=st.integers(8, 20), has_full=st.booleans())
 def test_sequences_of_any_kind_read_what_they_wrote_and_leave_nothing(data: st.DataObject, size: int, chunk: int, sinks: int, extra: int,

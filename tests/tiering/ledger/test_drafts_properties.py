@@ -10,8 +10,9 @@ from typing import Any
 
 from draft_run import DraftRun
 from group_run import cross, full, window
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from kvtier.errors import CapacityError, RequestError
 from kvtier.pools.pool_index import PRIMARY
@@ -154,7 +155,7 @@ def serve(data: st.DataObject, layout: str, **rules: Any) -> Engine:
     return Engine(data, LAYOUTS[layout](), tokens_per_block=data.draw(st.sampled_from((2, 4))), **rules)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data(), layout=st.sampled_from(sorted(LAYOUTS)), steps=st.integers(1, 40))
 def test_a_sequence_reads_its_own_tokens_whatever_was_drafted_and_accepted(data: st.DataObject, layout: str, steps: int) -> None:
     engine = serve(data, layout)
@@ -163,7 +164,7 @@ def test_a_sequence_reads_its_own_tokens_whatever_was_drafted_and_accepted(data:
     engine.finish()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data(), layout=st.sampled_from(sorted(LAYOUTS)), steps=st.integers(1, 30), keep_backing=st.booleans())
 def test_failed_copies_cost_drafts_and_never_a_wrong_byte(data: st.DataObject, layout: str, steps: int, keep_backing: bool) -> None:
     engine = serve(data, layout, keep_backing=keep_backing)

@@ -4,8 +4,9 @@ driven either way, stay equal in everything that can be seen of them."""
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from kvtier.errors import CapacityError
 from kvtier.policies.eviction import BACKING, KEPT_BACKING, LISTS_PER_LEVEL, eviction_queues
@@ -226,7 +227,7 @@ def perform(rig: Rig, step: tuple[object, ...]) -> str:
 
 @pytest.mark.parametrize("num_blocks", [(12, 0, 0), (8, 5, 0), (6, 4, 6)])
 @given(steps=steps, keep_backing=st.booleans())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_many_at_once_equal_one_by_one(num_blocks: tuple[int, int, int], steps: list[tuple[object, ...]], keep_backing: bool) -> None:
     many, single = Rig(num_blocks, keep_backing, True), Rig(num_blocks, keep_backing, False)
     for step in steps:
