@@ -7,10 +7,11 @@ import threading
 import time
 
 import pytest
+from gate import Gate
 from toy_engine import PATIENCE, MakeCache, ToyEngine, tokens_of, wait_until
 
 from kvtier import ConfigError, KVCacheManager, KVTierError, Level, Request, RetentionConfig, TokenRange
-from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
+from kvtier.io.faults import FaultKind, FaultOperation, FaultRule
 from kvtier.tiering.event_stream import EventStream
 from kvtier.tiering.ledger.events import Created, Event, Removed, Stored, Updated
 
@@ -212,13 +213,15 @@ def test_a_lost_block_is_taken_back(make_cache: MakeCache) -> None:
     engine.serve(Request(1, tokens_of(1, 9)))
     cache.flush()
     cache.close()
-    cache = make_cache(8, 4, 16, faults=Faults([FaultRule(FaultKind.FAILURE, FaultOperation.READ, count=1)]))
+    gate = Gate(FaultOperation.READ, rules=[FaultRule(FaultKind.FAILURE, FaultOperation.READ, count=1)])
+    cache = make_cache(8, 4, 16, faults=gate)
     engine = ToyEngine(cache)
     subscriber = Subscriber()
     engine.admit(Request(1, tokens_of(1, 9)))
     hashes = cache.block_hashes(1)
     subscriber.take(events(cache))
     assert [subscriber.levels[block_hash] for block_hash in hashes] == [0, 0], "adopted, and promised to primary"
+    gate.open()
     valid = engine.learn(1)
     batch = events(cache)
     assert [event.data for event in batch] == [Removed((hashes[valid // 4],))]
