@@ -59,19 +59,20 @@ def make_cache(layout: KVLayout, store_directory: Path) -> Iterator[Callable[...
 
 @pytest.fixture
 def warm_cache(make_cache: Callable[..., KVCacheManager]) -> Callable[..., KVCacheManager]:
-    """``warm_cache(*rules, primary=8, secondary=4, nvme=16)``: starts with PROMPT and OTHER on NVMe, and with these faults."""
+    """``warm_cache(*rules, primary=8, secondary=4, nvme=16)``: starts with PROMPT and OTHER on NVMe, and with these faults, or with a
+    ``gate``, which has rules of its own."""
     from toy_engine import OTHER, PROMPT, ToyEngine
 
     from kvtier.io.faults import FaultRule, Faults
 
-    def make(*rules: FaultRule, primary: int = 8, secondary: int = 4, nvme: int = 16) -> KVCacheManager:
+    def make(*rules: FaultRule, primary: int = 8, secondary: int = 4, nvme: int = 16, gate: Faults | None = None) -> KVCacheManager:
         cache = make_cache(8, 4, nvme)
         engine = ToyEngine(cache)
         engine.serve(kvtier.Request(1, PROMPT))
         engine.serve(kvtier.Request(2, OTHER))
         assert cache.flush()
         cache.close()
-        return make_cache(primary, secondary, nvme, faults=Faults(rules))
+        return make_cache(primary, secondary, nvme, faults=gate or Faults(rules))
 
     return make
 

@@ -7,13 +7,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from typing import Any
 
 import pytest
 from crew import Crew
+from gate import Gate
 from toy_engine import MakeCache, ToyEngine, tokens_of
 
 from kvtier import CapacityError, KVCacheManager, KVLayout, LayerSpec, Request
@@ -135,10 +136,11 @@ def test_a_step_begins_with_the_first_layer_and_waits_for_the_others(offloaded: 
 def test_without_a_layer_a_step_waits_for_everything(offloaded: Offloaded) -> None:
     cache, engine, gate = offloaded(passes=LAYERS - 1)
     engine.admit(Request(3, PROMPT))
-    timer = threading.Timer(0.05, gate.let_pass, [LAYERS])
+    passed: list[bool] = []
+    timer = threading.Timer(0.05, lambda: (passed.append(True), gate.let_pass(LAYERS)))  # type: ignore[misc]
     timer.start()
     with cache.step(None, [3]) as step:
-        assert not timer.is_alive() or timer.finished.is_set()
+        assert passed
         assert cache.is_ready(3)
         assert step == [3]
         assert step.wait_layer(LAYERS - 1) == []
@@ -173,16 +175,21 @@ def test_what_fails_after_the_step_has_begun_is_told_and_counts_for_nothing(offl
     assert (stats.leases, stats.fallbacks) == (0, lost)
 
 
-def test_a_step_over_several_sequences_loses_only_those_that_are_hit(offloaded: Offloaded) -> None:
-    _cache, engine, gate = offloaded(passes=1)
+def test_a_step_over_several_sequences_loses_only_those_that_are_hit(offloaded: Offloaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, engine, gate = offloaded(passes=1)
     gate.fails_from = 2
     engine.admit(Request(3, PROMPT), Request(4, [9, 9, 9]))
     engine.learn(3)
     engine.learn(4)
-    timer = threading.Timer(0.05, gate.let_pass, [LAYERS])  # by then the step has begun
-    timer.start()
+    block_table = cache.block_table
+
+    def step_has_begun(*arguments: Any) -> Any:
+        gate.let_pass(LAYERS)
+        return block_table(*arguments)
+
+    monkeypatch.setattr(cache, "block_table", step_has_begun)
     assert engine.forward([3, 4]) == [4]
-    timer.join()
+    monkeypatch.undo()
     assert engine.lost_in_step == 1
     engine.sample(4)
     engine.remove(4)
@@ -255,14 +262,14 @@ def test_nothing_of_a_file_counts_as_there_before_it_is_verified(make_cache: Mak
     engine.serve(Request(1, PROMPT))
     assert cache.flush()
     cache.close()
-    bad = Faults([FaultRule(FaultKind.DELAY, FaultOperation.READ, rate=1.0, seconds=0.05),
-                  FaultRule(FaultKind.BIT_FLIP, FaultOperation.READ, count=1)])
-    cache = make_cache(8, 4, 16, layout=LAYOUT, faults=bad)
+    gate = Gate(FaultOperation.READ, rules=[FaultRule(FaultKind.BIT_FLIP, FaultOperation.READ, count=1)])
+    cache = make_cache(8, 4, 16, layout=LAYOUT, faults=gate)
     engine = ToyEngine(cache, layered=True)
     engine.admit(Request(2, PROMPT))
     assert not cache.is_ready(2, layer=0)
     with cache.step(None, [2], layer=0) as step:
         assert step == []
+    gate.open()
     assert engine.learn(2) < 12
     assert engine.forward([2]) == [2]
     engine.remove(2)
@@ -345,10 +352,11 @@ def test_random_runs_layer_by_layer_with_failures_in_the_middle_never_serve_a_wr
         make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     generator = random.Random(seed)
     copy = HostCopier.copy
+    goes_on = threading.Event()  # set when a step has begun, or the engine waits for something else
 
     def copy_or_fail(copier: HostCopier, pairs: Any, num_tokens: int = 0, layers: Any = None) -> None:
         if layers is not None and layers[0] > 0:
-            time.sleep(0.001)  # so that steps begin before it has come
+            goes_on.wait(1.0)  # a step begins before it has come
             if generator.random() < 0.05:
                 raise OSError(5, "on purpose")
         copy(copier, pairs, num_tokens, layers)
@@ -358,6 +366,30 @@ def test_random_runs_layer_by_layer_with_failures_in_the_middle_never_serve_a_wr
                      FaultRule(FaultKind.FAILURE, FaultOperation.COPY, rate=0.02),
                      FaultRule(FaultKind.BIT_FLIP, FaultOperation.READ, rate=0.03)], seed)
     cache = make_cache(14, 12, 40, layout=LAYOUT, faults=faults)
+    step, refresh, engine_waits, steps_since = cache.step, cache.refresh, cache._device.engine_waits, [0]
+
+    @contextmanager
+    def watched_step(*arguments: Any) -> Iterator[Any]:
+        with step(*arguments) as begun:
+            steps_since[0] += 1
+            try:
+                yield begun
+            finally:
+                goes_on.clear()
+
+    def watched_wait(*arguments: Any) -> bool:  # a step knows by then which layers it has to wait for later
+        goes_on.set()
+        return engine_waits(*arguments)
+
+    def watched_refresh() -> None:  # once in each round of the engine
+        if not steps_since[0]:
+            goes_on.set()
+        steps_since[0] = 0
+        refresh()
+
+    monkeypatch.setattr(cache, "step", watched_step)
+    monkeypatch.setattr(cache, "refresh", watched_refresh)
+    monkeypatch.setattr(cache._device, "engine_waits", watched_wait)
     engine = ToyEngine(cache, layered=True)
     prefixes = [tokens_of(family, generator.randrange(9, 24)) for family in range(5)]
     number = 0
@@ -367,6 +399,7 @@ def test_random_runs_layer_by_layer_with_failures_in_the_middle_never_serve_a_wr
         engine.run(requests, answer=generator.randrange(4), chunk=generator.choice([None, 3]))
         if engine.lost_in_step and sum(cache.stats().hit_tokens) > 200:
             break
+    goes_on.set()
     cache.flush()
     cache.verify()
     stats = cache.stats()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import time
+from typing import Any
 
 import pytest
-from toy_engine import OTHER, PROMPT, MakeCache, ToyEngine, WarmCache, delays, fails, tokens_of, wait_until
+from gate import Gate
+from toy_engine import OTHER, PATIENCE, PROMPT, MakeCache, ToyEngine, WarmCache, delays, fails, tokens_of, wait_until
 
 from kvtier import CapacityError, Level, Request, RequestError, TransferError
 from kvtier.io import write_pause
@@ -25,7 +26,8 @@ READ, WRITE, COPY = FaultOperation.READ, FaultOperation.WRITE, FaultOperation.CO
 @pytest.mark.parametrize("ends_before", [True, False])
 def test_blocks_computed_by_an_engine_that_did_not_wait_are_lost_with_the_read(warm_cache: WarmCache, ends_before: bool) -> None:
     """Whoever shares them meanwhile is told of fewer tokens, as after a bad read of its own."""
-    cache = warm_cache(fails(READ, 3), delays(READ, 0.1), primary=16)
+    gate = Gate(READ, rules=[fails(READ, 3)])
+    cache = warm_cache(gate=gate, primary=16)
     prompt = [*PROMPT[:12], *range(20, 29)]
     cache.add_sequence(Request(1, prompt))
     cache.mark_computed(1, len(prompt))
@@ -35,6 +37,7 @@ def test_blocks_computed_by_an_engine_that_did_not_wait_are_lost_with_the_read(w
     assert cache.match(prompt).reusable_blocks == 5
     shared = cache.add_sequence(Request(2, [*prompt, 30]))
     assert shared.prepopulated_tokens >= 20
+    gate.open()
     assert cache.wait_ready(2) == 0
     assert cache.match(prompt).reusable_blocks == 0
     cache.verify()
@@ -64,11 +67,13 @@ def test_a_failed_read_is_a_miss_and_the_others_go_on(warm_cache: WarmCache) -> 
 
 
 def test_a_lease_says_which_of_its_blocks_never_arrived(warm_cache: WarmCache) -> None:
-    cache = warm_cache(fails(READ, 3), delays(READ, 0.05), primary=16)  # all three of PROMPT's
+    gate = Gate(READ, rules=[fails(READ, 3)])  # all three of PROMPT's
+    cache = warm_cache(gate=gate, primary=16)
     cache.add_sequence(Request(1, PROMPT))
     with cache.pin(1) as pinned:
         reused, own = pinned.block_ids[:3], pinned.block_ids[3:]
         assert own
+        gate.open()
         assert cache.wait_ready(1) == 0
         assert pinned.lost_block_ids() == reused
         cache.add_sequence(Request(2, OTHER))
@@ -90,12 +95,15 @@ def test_a_bit_flipped_on_the_way_is_never_served(warm_cache: WarmCache) -> None
 
 
 def test_sequences_that_share_a_failed_block_are_all_told(warm_cache: WarmCache) -> None:
-    cache = warm_cache(fails(READ), delays(READ, 0.05), primary=16)
+    gate = Gate(READ, rules=[fails(READ)])
+    cache = warm_cache(gate=gate, primary=16)
     engine = ToyEngine(cache)
-    # Three that share the failing block, before and after its read has been asked for.
+    # Three that share the failing block, before and after its read has begun.
     engine.admit(Request(1, PROMPT), Request(2, [*PROMPT[:12], 5, 6]))
+    wait_until(lambda: gate.arrived > 0)
     engine.admit(Request(3, [*PROMPT[:9], 7]))
     assert cache.block_ids(1)[:2] == cache.block_ids(2)[:2] == cache.block_ids(3)[:2]
+    gate.open()
     valid = [engine.learn(request_id) for request_id in (1, 2, 3)]
     assert max(valid) < 12
     assert valid[0] == valid[1]
@@ -111,11 +119,13 @@ def test_sequences_that_share_a_failed_block_are_all_told(warm_cache: WarmCache)
 
 
 def test_a_sequence_whose_failed_block_cannot_be_replaced_is_named(warm_cache: WarmCache) -> None:
-    cache = warm_cache(fails(READ), delays(READ, 0.05), primary=5)
+    gate = Gate(READ, rules=[fails(READ)])
+    cache = warm_cache(gate=gate, primary=5)
     engine = ToyEngine(cache)
     engine.admit(Request(1, PROMPT))
     engine.admit(Request(2, PROMPT))  # shares three of the four blocks: now the pool is full
     assert cache.num_free_blocks(Level.PRIMARY) == 0
+    gate.open()
     wait_until(lambda: cache.is_ready(1) and cache.is_ready(2))
     assert engine.forward([1, 2]) == []
     with pytest.raises(CapacityError, match="request 1: a block that could not be read") as caught:
@@ -150,7 +160,8 @@ def test_what_a_sequence_lost_is_not_stored_before_it_knows(warm_cache: WarmCach
 
 
 def test_a_slow_read_is_waited_for_as_long_as_asked(warm_cache: WarmCache) -> None:
-    cache = warm_cache(delays(READ, 0.3))
+    gate = Gate(READ)
+    cache = warm_cache(gate=gate)
     engine = ToyEngine(cache)
     engine.admit(Request(1, PROMPT))
     engine.admit(Request(2, tokens_of(3, 5)))
@@ -160,52 +171,50 @@ def test_a_slow_read_is_waited_for_as_long_as_asked(warm_cache: WarmCache) -> No
     with pytest.raises(TimeoutError):
         cache.wait_ready(1, timeout=0)
     assert engine.learn(2) == 0
-    started = time.monotonic()
     assert engine.forward([1, 2]) == [2], "the others do not wait for the file"
-    assert time.monotonic() - started < 0.2
     assert cache.stats().hit_tokens.nvme == 0
+    gate.open()
     assert engine.learn(1) == 12
     assert cache.is_ready(1)
     assert engine.forward([1, 2]) == [1, 2]
 
 
 async def test_ready_leaves_the_loop_free(warm_cache: WarmCache) -> None:
-    cache = warm_cache(delays(READ, 0.1))
+    gate = Gate(READ)
+    cache = warm_cache(gate=gate)
     cache.add_sequences([Request(1, PROMPT), Request(2, OTHER)])
-    ticks = 0
-
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0.01)
-            ticks += 1
-
-    ticking = asyncio.create_task(tick())
-    assert await asyncio.gather(cache.ready(1), cache.ready(2, layer=1)) == [12, 12]
-    assert ticks > 3
-    ticking.cancel()
+    waiting = asyncio.gather(cache.ready(1), cache.ready(2, layer=1))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    gate.open()  # would never happen if the loop were not free
+    assert await waiting == [12, 12]
     assert await cache.ready(1) == 12, "again, at once"
 
 
 async def test_waiting_can_be_cancelled(warm_cache: WarmCache) -> None:
-    cache = warm_cache(delays(READ, 0.2))
+    gate = Gate(READ)
+    cache = warm_cache(gate=gate)
     engine = ToyEngine(cache)
     engine.admit(Request(1, PROMPT))
     waiting = asyncio.create_task(cache.ready(1))
     await asyncio.sleep(0.02)
+    assert not waiting.done()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.02):
             await cache.ready(1)
+    gate.open()
     assert await cache.ready(1) == 12
     engine.sequences[1].computed = 12
     assert engine.forward([1]) == [1]
 
 
 def test_a_sequence_may_go_while_its_reads_are_in_flight(warm_cache: WarmCache) -> None:
-    cache = warm_cache(delays(READ, 0.1), primary=4)
+    gate = Gate(READ)
+    cache = warm_cache(gate=gate, primary=4)
     engine = ToyEngine(cache)
     engine.admit(Request(1, PROMPT))
     engine.remove(1)
@@ -213,6 +222,7 @@ def test_a_sequence_may_go_while_its_reads_are_in_flight(warm_cache: WarmCache) 
     with pytest.raises(CapacityError, match="3 primary blocks needed, 1 available of 4; try again when 3 blocks are free that a file"):
         engine.admit(Request(2, tokens_of(3, 9)))
     assert cache.stats().hit_tokens.nvme == 0
+    gate.open()
     wait_until(lambda: cache.num_free_blocks(Level.PRIMARY) == 4)
     assert engine.serve(Request(2, tokens_of(3, 13))) == 0
     assert engine.serve(Request(3, PROMPT)) == 12
@@ -243,18 +253,26 @@ def test_blocks_of_a_sequence_that_went_are_reused_at_once_with_the_right_bytes(
 
 @pytest.mark.parametrize("count", [1, 3, 10])
 def test_a_failed_copy_loses_only_what_it_carried(make_cache: MakeCache, count: int) -> None:
-    cache = make_cache(8, 8, 0, faults=Faults([fails(COPY, count)]))
+    faults = Faults([fails(COPY, count)])
+    cache = make_cache(8, 8, 0, faults=faults)
     engine = ToyEngine(cache)
-    for user in range(4):
-        engine.serve(Request(user, tokens_of(user, 13)))
-    for round_number in range(3):
+
+    def serve_all() -> None:
         for user in range(4):
             engine.serve(Request(user, tokens_of(user, 13)), answer=2)
             cache.verify()
-        if round_number == 0:
-            assert cache.stats().transfer_failures >= count
+
+    for _ in range(6):  # how many copies go together, and fail together, is the streams' doing
+        serve_all()
+        assert cache.transfers.idle(PATIENCE)
+        if sum(faults.counts().values()) == count:
+            break
+    assert sum(faults.counts().values()) == count
+    for _ in range(2):
+        serve_all()
     cache.flush()
     stats = cache.stats()
+    assert stats.transfer_failures >= count
     assert 1 <= stats.lost <= stats.transfer_failures
     assert stats.quarantined == 0
     assert stats.hit_tokens.secondary > 0
@@ -305,8 +323,9 @@ def test_a_tail_whose_private_copy_failed_is_computed_again(make_cache: MakeCach
 
 def test_a_full_disk_stops_stores_for_a_while_and_nothing_else(make_cache: MakeCache, caplog: pytest.LogCaptureFixture,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_pause, "FIRST_SECONDS", 1.0)
     cache = make_cache(4, 4, 16, write_ahead_share=1.0, faults=Faults([fails(WRITE, number=errno.ENOSPC)]))
+    now = [0.0]
+    monkeypatch.setattr(cache.store._pause, "_clock", lambda: now[0])
     engine = ToyEngine(cache)
     engine.serve(Request(1, PROMPT))
     caplog.clear()  # that faults are injected has been said
@@ -320,7 +339,8 @@ def test_a_full_disk_stops_stores_for_a_while_and_nothing_else(make_cache: MakeC
             cache.refresh()
         assert cache.stats().transfer_failures == failures, "a store that takes nothing is not asked again and again"
         assert cache.store.stored_blocks() == []
-        wait_until(lambda: cache.store.accepts_writes)
+        now[0] += write_pause.FIRST_SECONDS
+        assert cache.store.accepts_writes
         assert engine.serve(Request(9, tokens_of(4, 13))) == 12
         assert cache.flush()
     assert len(cache.store.stored_blocks()) >= 6
@@ -378,10 +398,18 @@ def test_a_copy_that_is_still_being_written_is_not_relied_on(make_cache: MakeCac
 # -- tools -------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_block_whose_content_was_lost_cannot_be_read_by_tools(warm_cache: WarmCache) -> None:
-    cache = warm_cache(FaultRule(FaultKind.FAILURE, READ), delays(READ, 0.1))
+def test_a_block_whose_content_was_lost_cannot_be_read_by_tools(warm_cache: WarmCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(READ, rules=[FaultRule(FaultKind.FAILURE, READ)])
+    cache = warm_cache(gate=gate)
     cache.add_sequence(Request(1, PROMPT))
     block_id = cache.block_ids(1)[0]
+    wait = cache.transfers.wait
+
+    def open_and_wait(*arguments: Any) -> bool:  # the tool has begun: it has seen which slot the block is read into
+        gate.open()
+        return wait(*arguments)
+
+    monkeypatch.setattr(cache.transfers, "wait", open_and_wait)
     with pytest.raises(TransferError, match=f"block {block_id}: .*content is lost"):
         cache.read_block(block_id)
     cache.verify()

@@ -194,7 +194,7 @@ def test_a_connector_reads_right_bytes_of_a_block_that_is_being_moved(make_cache
     ids = cache.block_ids(1)[:3]
     expected = {block_id: cache.read_block(block_id) for block_id in ids}
     engine.remove(1)
-    crew = Crew(0.8)
+    crew = Crew(0.8, lambda: sum(cache.stats().offload_blocks.values()) > 0)
 
     def move() -> None:
         block_id = random.choice(ids)

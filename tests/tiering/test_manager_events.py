@@ -7,10 +7,11 @@ import threading
 import time
 
 import pytest
-from toy_engine import MakeCache, ToyEngine, tokens_of
+from gate import Gate
+from toy_engine import PATIENCE, MakeCache, ToyEngine, tokens_of, wait_until
 
 from kvtier import ConfigError, KVCacheManager, KVTierError, Level, Request, RetentionConfig, TokenRange
-from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
+from kvtier.io.faults import FaultKind, FaultOperation, FaultRule
 from kvtier.tiering.event_stream import EventStream
 from kvtier.tiering.ledger.events import Created, Event, Removed, Stored, Updated
 
@@ -143,7 +144,7 @@ def test_a_poll_waits_as_long_as_asked(make_cache: MakeCache) -> None:
     events(cache)
     started = time.monotonic()
     assert cache.poll_events(timeout=0.1) == []
-    assert 0.09 < time.monotonic() - started < 2.0
+    assert time.monotonic() - started > 0.09
     assert cache.poll_events() == []
 
 
@@ -152,12 +153,11 @@ def test_a_poll_wakes_when_events_arrive(make_cache: MakeCache) -> None:
     engine = ToyEngine(cache)
     events(cache)
     polled: list[list[Event]] = []
-    polling = threading.Thread(target=lambda: polled.append(cache.poll_events(timeout=20)))
+    polling = threading.Thread(target=lambda: polled.append(cache.poll_events(timeout=3600.0)), daemon=True)
     polling.start()
-    started = time.monotonic()
     engine.serve(Request(1, tokens_of(1, 9)))  # its refresh flushes
-    polling.join(10)
-    assert time.monotonic() - started < 5
+    polling.join(PATIENCE)
+    assert not polling.is_alive()
     assert [type(event.data) for event in polled[0]] == [Stored]
 
 
@@ -165,11 +165,11 @@ def test_a_poll_ends_when_the_cache_is_closed(make_cache: MakeCache) -> None:
     cache = make_cache()
     events(cache)
     polled: list[list[Event]] = []
-    polling = threading.Thread(target=lambda: polled.append(cache.poll_events(timeout=20)))
+    polling = threading.Thread(target=lambda: polled.append(cache.poll_events(timeout=3600.0)), daemon=True)
     polling.start()
-    time.sleep(0.02)
+    wait_until(lambda: bool(cache._events._changed._waiters))
     cache.close()
-    polling.join(5)
+    polling.join(PATIENCE)
     assert polled == [[]]
     with pytest.raises(KVTierError, match="closed"):
         cache.poll_events(timeout=20)
@@ -202,10 +202,8 @@ def test_a_cache_without_a_buffer_has_no_readers(make_cache: MakeCache) -> None:
 def test_without_a_buffer_there_are_no_events(make_cache: MakeCache) -> None:
     cache = make_cache(event_buffer_max_size=0)
     ToyEngine(cache).serve(Request(1, tokens_of(1, 9)))
-    started = time.monotonic()
     cache.flush_events()
-    assert cache.poll_events(timeout=5.0) == []
-    assert time.monotonic() - started < 1.0, "nothing is waited for"
+    assert cache.poll_events(timeout=3600.0) == [], "nothing is waited for"
     assert cache.stats().dropped_events == 0
 
 
@@ -215,13 +213,15 @@ def test_a_lost_block_is_taken_back(make_cache: MakeCache) -> None:
     engine.serve(Request(1, tokens_of(1, 9)))
     cache.flush()
     cache.close()
-    cache = make_cache(8, 4, 16, faults=Faults([FaultRule(FaultKind.FAILURE, FaultOperation.READ, count=1)]))
+    gate = Gate(FaultOperation.READ, rules=[FaultRule(FaultKind.FAILURE, FaultOperation.READ, count=1)])
+    cache = make_cache(8, 4, 16, faults=gate)
     engine = ToyEngine(cache)
     subscriber = Subscriber()
     engine.admit(Request(1, tokens_of(1, 9)))
     hashes = cache.block_hashes(1)
     subscriber.take(events(cache))
     assert [subscriber.levels[block_hash] for block_hash in hashes] == [0, 0], "adopted, and promised to primary"
+    gate.open()
     valid = engine.learn(1)
     batch = events(cache)
     assert [event.data for event in batch] == [Removed((hashes[valid // 4],))]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from toy_engine import PROMPT, MakeCache, ToyEngine, WarmCache, delays, tokens_of, wait_until
+from gate import Gate
+from toy_engine import PROMPT, MakeCache, ToyEngine, WarmCache, tokens_of, wait_until
 
 from kvtier import Level, Request
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
@@ -49,13 +50,15 @@ def test_hits_do_not_decay_however_requests_end(make_cache: MakeCache) -> None:
 
 
 def test_a_request_pre_empted_while_its_reads_are_in_flight_comes_again_under_the_same_id(warm_cache: WarmCache) -> None:
-    cache = warm_cache(delays(FaultOperation.READ, 0.02), primary=12)
+    gate = Gate(FaultOperation.READ)
+    cache = warm_cache(gate=gate, primary=12)
     engine = ToyEngine(cache)
     for _ in range(3):
         engine.admit(Request(1, PROMPT))
         assert not cache.is_ready(1)
         engine.remove(1)
     engine.admit(Request(1, PROMPT))
+    gate.open()
     assert engine.learn(1) == 12
     assert engine.forward([1]) == [1]
     engine.remove(1)

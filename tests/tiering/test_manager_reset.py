@@ -7,7 +7,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from toy_engine import OTHER, PATIENCE, PROMPT, MakeCache, ToyEngine, WarmCache, delays, wait_until
+from gate import Gate
+from toy_engine import OTHER, PATIENCE, PROMPT, MakeCache, ToyEngine, WarmCache, wait_until
 
 from kvtier import ConfigError, Request, TransferError
 from kvtier.io.faults import FaultOperation
@@ -19,13 +20,15 @@ READ = FaultOperation.READ
 
 
 def test_reset_that_cannot_be_done_in_time_forgets_nothing(warm_cache: WarmCache) -> None:
-    cache = warm_cache(delays(READ, 0.5))
+    gate = Gate(READ)
+    cache = warm_cache(gate=gate)
     engine = ToyEngine(cache)
     engine.admit(Request(1, PROMPT))
     engine.remove(1)
     with pytest.raises(TransferError, match="nothing was forgotten"):
         cache.reset(timeout=0.05)
     assert cache.match(OTHER).reusable_blocks == 3
+    gate.open()
     cache.reset()
     assert cache.match(OTHER).reusable_blocks == 0
 

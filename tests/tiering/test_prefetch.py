@@ -8,7 +8,8 @@ import time
 from typing import Any
 
 import pytest
-from toy_engine import OTHER, PROMPT, MakeCache, ToyEngine, WarmCache, delays, fails, tokens_of, wait_until
+from gate import Gate
+from toy_engine import OTHER, PROMPT, MakeCache, ToyEngine, WarmCache, fails, tokens_of, wait_until
 
 from kvtier import KVCacheManager, KVLayout, LayerSpec, Level, Request, RequestError, RetentionConfig, TokenRange
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
@@ -18,6 +19,7 @@ from kvtier.tiering.prefetching import Prefetch, PrefetchState
 pytestmark = pytest.mark.usefixtures("no_failed_callbacks")
 
 PATIENCE = 30.0
+READ = FaultOperation.READ
 NVME_TO_SECONDARY = (Level.NVME, Level.SECONDARY)
 NVME_TO_PRIMARY = (Level.NVME, Level.PRIMARY)
 
@@ -79,10 +81,12 @@ async def test_it_can_be_awaited(warm_cache: WarmCache) -> None:
 
 
 async def test_a_cancelled_await_does_not_cancel_the_prefetch(warm_cache: WarmCache) -> None:
-    cache = warm_cache(delays(FaultOperation.READ, 0.1))
+    gate = Gate(READ)
+    cache = warm_cache(gate=gate)
     prefetch = cache.prefetch(PROMPT)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(_awaited(prefetch), 0.01)
+    gate.open()
     assert await prefetch is PrefetchState.FINISHED
 
 
@@ -91,25 +95,29 @@ async def _awaited(prefetch: Prefetch) -> PrefetchState:
 
 
 def test_waiting_has_a_limit(warm_cache: WarmCache) -> None:
-    cache = warm_cache(delays(FaultOperation.READ, 0.3))
+    gate = Gate(READ)
+    cache = warm_cache(gate=gate)
     prefetch = cache.prefetch(PROMPT)
     with pytest.raises(TimeoutError, match="not over after"):
         prefetch.wait(0.01)
     with pytest.raises(RequestError, match="timeout"):
         prefetch.wait(-1)
     prefetch.cancel()
+    gate.open()
 
 
 # -- overtaken, cancelled ------------------------------------------------------------------------------------------------
 
 def test_a_request_takes_over_what_is_under_way_and_nothing_is_read_twice(warm_cache: WarmCache) -> None:
-    cache = warm_cache(delays(FaultOperation.READ, 0.15))
+    gate = Gate(READ)
+    cache = warm_cache(gate=gate)
     prefetch = cache.prefetch(PROMPT)
     wait_until(lambda: prefetch.read_blocks >= 1)
     engine = ToyEngine(cache)
     engine.admit(Request(1, PROMPT))
     cache.verify()
     assert prefetch.state is PrefetchState.OVERTAKEN
+    gate.open()
     assert engine.learn(1) == 12
     engine.forward([1])
     assert read_from_nvme(cache) == 3
@@ -121,12 +129,14 @@ def test_a_request_takes_over_what_is_under_way_and_nothing_is_read_twice(warm_c
 
 
 def test_an_overtaking_request_may_end_before_the_read(warm_cache: WarmCache) -> None:
-    cache = warm_cache(delays(FaultOperation.READ, 0.2))
+    gate = Gate(READ)
+    cache = warm_cache(gate=gate)
     prefetch = cache.prefetch(PROMPT)
     wait_until(lambda: prefetch.read_blocks >= 1)
     cache.add_sequence(Request(1, PROMPT))
     cache.remove_sequence(1)
     cache.verify()
+    gate.open()
     engine = ToyEngine(cache)
     for number in range(2, 5):
         engine.serve(Request(number, tokens_of(number + 10, 20)))  # wants the slots
@@ -136,11 +146,13 @@ def test_an_overtaking_request_may_end_before_the_read(warm_cache: WarmCache) ->
 
 
 def test_a_bad_read_of_a_prefetch_costs_the_overtaking_request_its_prefix(warm_cache: WarmCache) -> None:
-    cache = warm_cache(delays(FaultOperation.READ, 0.1), fails(FaultOperation.READ, count=1))
+    gate = Gate(READ, rules=[fails(READ, count=1)])
+    cache = warm_cache(gate=gate)
     prefetch = cache.prefetch(PROMPT)
     wait_until(lambda: prefetch.read_blocks >= 1)
     engine = ToyEngine(cache)
     engine.admit(Request(1, PROMPT))
+    gate.open()
     assert engine.learn(1) < 12
     engine.forward([1])
     cache.verify()
@@ -151,18 +163,22 @@ def test_a_bad_read_of_a_prefetch_costs_the_overtaking_request_its_prefix(warm_c
 
 
 def test_another_prompt_with_the_same_start_does_not_end_it(warm_cache: WarmCache) -> None:
-    cache = warm_cache(delays(FaultOperation.READ, 0.05), primary=16)
+    gate = Gate(READ)
+    cache = warm_cache(gate=gate, primary=16)
     prefetch = cache.prefetch(PROMPT)
     cache.add_sequence(Request(1, [*PROMPT[:4], 7, 7, 7, 7, 7]))
+    gate.open()
     assert finished(prefetch) is PrefetchState.FINISHED
     cache.verify()
 
 
 def test_cancelled_it_begins_no_more_reads(warm_cache: WarmCache) -> None:
-    cache = warm_cache(delays(FaultOperation.READ, 0.1))
+    gate = Gate(READ)
+    cache = warm_cache(gate=gate)
     cache._prefetch_depth = 1
     prefetch = cache.prefetch(PROMPT)
     prefetch.cancel()
+    gate.open()
     assert finished(prefetch) is PrefetchState.CANCELLED
     begun = prefetch.read_blocks
     prefetch.cancel()
@@ -173,9 +189,17 @@ def test_cancelled_it_begins_no_more_reads(warm_cache: WarmCache) -> None:
     assert cache.stats().prefetch.cancelled == 1
 
 
-def test_a_reset_cancels_and_waits_for_the_read_under_way(warm_cache: WarmCache) -> None:
-    cache = warm_cache(delays(FaultOperation.READ, 0.1))
+def test_a_reset_cancels_and_waits_for_the_read_under_way(warm_cache: WarmCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(READ)
+    cache = warm_cache(gate=gate)
     prefetch = cache.prefetch(PROMPT)
+    idle = cache.transfers.idle
+
+    def open_and_wait(timeout: float | None) -> bool:  # the reset has begun
+        gate.open()
+        return idle(timeout)
+
+    monkeypatch.setattr(cache.transfers, "idle", open_and_wait)
     cache.reset()
     assert prefetch.state is PrefetchState.CANCELLED
     assert cache.match(PROMPT).reusable_blocks == 0
@@ -183,15 +207,18 @@ def test_a_reset_cancels_and_waits_for_the_read_under_way(warm_cache: WarmCache)
 
 
 def test_closing_cancels(warm_cache: WarmCache) -> None:
-    cache = warm_cache(delays(FaultOperation.READ, 0.1))
+    gate = Gate(READ)
+    cache = warm_cache(gate=gate)
     prefetch = cache.prefetch(PROMPT)
-    cache.close()
+    cache.close(0.1)
     assert prefetch.state is PrefetchState.CANCELLED
     assert not [thread for thread in threading.enumerate() if thread.name == "kvtier-prefetch" and thread is cache._prefetch_thread]
+    gate.open()
 
 
 def test_one_that_begins_while_the_cache_is_being_closed_ends_too(warm_cache: WarmCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = warm_cache(delays(FaultOperation.READ, 0.1))
+    gate = Gate(READ)
+    cache = warm_cache(gate=gate)
     close, begun = TierCore.close, []
 
     def close_after_another_prefetch(core: TierCore, timeout: float = 10) -> None:
@@ -199,9 +226,10 @@ def test_one_that_begins_while_the_cache_is_being_closed_ends_too(warm_cache: Wa
         close(core, timeout)
 
     monkeypatch.setattr(TierCore, "close", close_after_another_prefetch)
-    cache.close()
+    cache.close(0.1)
     monkeypatch.undo()
-    assert begun[0].wait(5.0) is PrefetchState.CANCELLED
+    assert begun[0].wait(PATIENCE) is PrefetchState.CANCELLED
+    gate.open()
 
 
 # -- room ----------------------------------------------------------------------------------------------------------------
@@ -262,21 +290,25 @@ def test_two_prefetches_leave_each_other_their_blocks(warm_cache: WarmCache) -> 
 
 
 def test_reads_of_requests_come_first(warm_cache: WarmCache) -> None:
-    cache = warm_cache(delays(FaultOperation.READ, 0.1), primary=16)
+    gate = Gate(READ)
+    cache = warm_cache(gate=gate, primary=16)
     cache.add_sequence(Request(1, OTHER))
     prefetch = cache.prefetch(PROMPT)
     assert prefetch.read_blocks == 0
+    gate.open()
     assert cache.wait_ready(1, timeout=PATIENCE) == 12
     assert finished(prefetch) is PrefetchState.FINISHED
     assert prefetch.raised_blocks == 3
 
 
 def test_an_admission_has_all_primary_blocks_while_a_prefetch_reads(warm_cache: WarmCache) -> None:
-    cache = warm_cache(delays(FaultOperation.READ, 0.2))
+    gate = Gate(READ)
+    cache = warm_cache(gate=gate)
     prefetch = cache.prefetch(PROMPT)
     wait_until(lambda: prefetch.read_blocks >= 1)
     assert cache.add_sequence(Request(1, tokens_of(7, 32))).new_blocks == 8  # all there are
     prefetch.cancel()
+    gate.open()
 
 
 # -- faults, threads -----------------------------------------------------------------------------------------------------
@@ -365,13 +397,15 @@ def test_layers_with_windows_and_states_rise_together(make_cache: MakeCache) -> 
 
 def test_a_bug_in_the_thread_leaves_nobody_waiting(warm_cache: WarmCache, monkeypatch: pytest.MonkeyPatch,
                                                    caplog: pytest.LogCaptureFixture) -> None:
-    cache = warm_cache(delays(FaultOperation.READ, 0.05))
+    gate = Gate(READ)
+    cache = warm_cache(gate=gate)
     prefetch = cache.prefetch(PROMPT)
 
     def fail(_ledger: object) -> bool:
         raise AssertionError("a bug of ours")
 
     monkeypatch.setattr(cache, "_carry_on", fail)
+    gate.open()
     assert finished(prefetch) is PrefetchState.CANCELLED
     assert any("prefetch thread ended" in record.getMessage() for record in caplog.records)
     caplog.clear()  # the fixture looks for bugs

@@ -8,7 +8,8 @@ import random
 from typing import Any
 
 import pytest
-from toy_engine import OTHER, PROMPT, MakeCache, ToyEngine, WarmCache, delays, fails, tokens_of, wait_until
+from gate import Gate
+from toy_engine import OTHER, PROMPT, MakeCache, ToyEngine, WarmCache, fails, tokens_of, wait_until
 
 from kvtier import CapacityError, KVCacheManager, Level, Request, RetentionConfig, TokenRange, UnknownRequest
 from kvtier.io.faults import FaultOperation
@@ -78,13 +79,15 @@ def test_used_blocks_are_those_that_somebody_holds(make_cache: MakeCache) -> Non
 
 
 def test_a_slot_that_is_read_into_is_used_while_somebody_waits_for_it_and_busy_afterwards(warm_cache: WarmCache) -> None:
-    cache = warm_cache(delays(FaultOperation.READ, 0.3))
+    gate = Gate(FaultOperation.READ)
+    cache = warm_cache(gate=gate)
     cache.add_sequence(Request(1, PROMPT))
     stats = cache.stats().primary
     assert (stats.used_blocks, stats.busy_blocks) == (4, 0)
     cache.remove_sequence(1)
     stats = cache.stats().primary
     assert (stats.used_blocks, stats.busy_blocks) == (0, 3), "the reads still go on"
+    gate.open()
     wait_until(lambda: cache.stats().primary.busy_blocks == 0)
     assert cache.iteration_stats().primary.peak_used_blocks == 0
     cache.refresh()

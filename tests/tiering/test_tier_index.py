@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from gate import Gate
 from tier_rig import PLAIN, TierRig, key, keys, on_nvme, until
 
 from kvtier import TierConfig, TierIndex, TierWorker
 from kvtier.errors import KVTierError
 from kvtier.io import job_board
+from kvtier.io.faults import FaultOperation
 from kvtier.pools.page_layout import PageGroup, PageLayout
 from kvtier.tiering import tier_index_core
 from kvtier.tiering.tier_messages import KeyState
@@ -276,12 +277,14 @@ def test_what_others_use_in_host_memory_is_not_taken_from_them_and_who_wants_it_
 
 
 def test_two_requests_that_want_a_block_from_nvme_only_share_one_read(tmp_path: Path) -> None:
-    with TierRig(**on_nvme(tmp_path, faults="nvme.read.delay=1.0:50ms")) as rig:
+    gate = Gate(FaultOperation.READ)
+    with TierRig(**on_nvme(tmp_path, faults=gate)) as rig:
         rig.store(keys(1))
         assert rig.index.flush(10)
         for name in ("one", "two"):
             rig.index.begin_request(name, read_host=False)
             assert rig.states(keys(1), request=name) == [KeyState.RETRY]
+        gate.open()
         assert [rig.load(keys(1), request=name).levels for name in ("one", "two")] == [(Level.NVME,)] * 2
         assert rig.index.stats().promoted_blocks == 1
 
@@ -298,12 +301,14 @@ def test_prefetch_raises_blocks_without_a_lease(tmp_path: Path) -> None:
 
 
 def test_an_abort_takes_back_reads_that_have_not_begun(tmp_path: Path) -> None:
-    with TierRig(**on_nvme(tmp_path, read_threads=1, faults="nvme.read.delay=1.0:50ms", secondary="12 blocks")) as rig:
+    gate = Gate(FaultOperation.READ)
+    with TierRig(**on_nvme(tmp_path, read_threads=1, faults=gate, secondary="12 blocks")) as rig:
         rig.store(keys(12))
         assert rig.index.flush(10)
         rig.store(keys(12, prompt=1))
         rig.index.lookup("reader", keys(12))
         rig.index.abort("reader")
+        gate.open()
         rig.settle()
         assert rig.index.stats().promoted_blocks <= 4, "four are read at a time with one thread"
         assert rig.index.stats().leases == 0
@@ -372,9 +377,7 @@ def test_close_is_bounded_and_may_be_repeated(tmp_path: Path) -> None:
     rig = TierRig(**on_nvme(tmp_path, faults="nvme.write.hang=1.0"))
     rig.store(keys(2))
     rig.index.poll()
-    start = time.monotonic()
-    rig.index.close(timeout=0.3)
-    assert time.monotonic() - start < 10
+    rig.index.close(timeout=0.3)  # returns, although the writes have no end
     for worker in rig.workers:
         worker.close()
     until(lambda: rig.index.close(timeout=0.3) or rig.index._everything_let_go)

@@ -62,6 +62,8 @@ class Engine:
         if chance.random() < 0.1:
             names += names[:2]
         choice = chance.random()
+        # The next jobs may be given up under way, or may not, however long copies take here.
+        self.store.index._ledger.job_timeout = chance.choice([0.002, PATIENCE])
         if choice < 0.45:
             self.write(names, group)
         elif choice < 0.9:
@@ -97,7 +99,6 @@ def open_store(folder: Path, faults: str, **settings: Any) -> TierStore:
     config = TierConfig(**on_nvme(folder, secondary="9 blocks", write_ahead_share=1.0, faults=faults) | settings)
     store = TierStore(PageLayout([PageGroup(size) for size in PAGE_BYTES]), config, model="m@1:0",
                       engine_id=f"rush-{uuid.uuid4().hex[:12]}", read_timeout=0.3)
-    store.index._ledger.job_timeout = 0.002  # shorter than some copies: such jobs are given up under way
     return store
 
 

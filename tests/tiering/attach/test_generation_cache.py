@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from gate import Gate
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.cache_utils import CacheLayerMixin
 
@@ -102,11 +103,22 @@ def test_what_fails_is_computed_again(model, open_tier, generated, prompts, oper
             assert answer(model, tier, 10 * turn + number, prompt, 4)[0] == generated(prompt, 4)
 
 
-def test_what_does_not_come_in_time_is_computed(model, open_tier, generated, prompts):
-    tier = open_tier(primary="20 blocks", faults=Faults([FaultRule(FaultKind.DELAY, FaultOperation.COPY, seconds=0.05)]))
+def test_what_does_not_come_in_time_is_computed(model, open_tier, generated, prompts, monkeypatch):
+    gate = Gate(FaultOperation.COPY)
+    tier = open_tier(primary="20 blocks", faults=gate)
+    gate.open()
     answer(model, tier, 0, prompts[0], 2)
     answer(model, tier, 1, [100] * 60, 2)  # pushes the first one down
-    with GenerationCache(tier, Request(2, prompts[0]), load_timeout=0.005) as cache:
+    assert tier.flush()
+    gate.close()
+    remove = tier.remove_sequence
+
+    def open_and_remove(*given, **wishes):  # it has not come in time
+        gate.open()
+        remove(*given, **wishes)
+
+    monkeypatch.setattr(tier, "remove_sequence", open_and_remove)
+    with GenerationCache(tier, Request(2, prompts[0]), load_timeout=1.0) as cache:
         output = generate(model, prompts[0], 5, cache=cache)
     assert cache.reused_tokens == 0
     assert output[0, len(prompts[0]):].tolist() == generated(prompts[0], 5)

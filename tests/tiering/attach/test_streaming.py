@@ -36,9 +36,11 @@ class Gate:
         self.model = model
         self.vocabulary_size = model.vocabulary_size
         self.calls = threading.Semaphore(0)
+        self.num_calls = 0
         self.fail = False
 
     def _pass(self):
+        self.num_calls += 1
         assert self.calls.acquire(timeout=20)
         if self.fail:
             raise ZeroDivisionError("the model broke")
@@ -89,9 +91,10 @@ async def test_sampling_and_beams_reach_the_loop(serving, prompts):
 
 @pytest.mark.parametrize("way", ["generate", "stream"])
 async def test_a_task_can_be_cancelled_at_any_await_point(serving, generated, prompts, way):
-    """Cancelled after 0, 1, 2, ... turns of the event loop, until one of them was quick enough to finish."""
+    """Cancelled after 0, 1, 2, ... turns of the event loop, then after longer and longer times, until one of them was quick enough to
+    finish."""
     loop = serving()
-    async with asyncio.timeout(60), AsyncServing(loop) as served:
+    async with asyncio.timeout(200), AsyncServing(loop) as served:
         def start(number):
             request = Request(number, prompts[0], max_new_tokens=3)
             return asyncio.ensure_future(served.generate(request) if way == "generate" else collect(served.stream(request)))
@@ -101,8 +104,10 @@ async def test_a_task_can_be_cancelled_at_any_await_point(serving, generated, pr
         while not finished:
             other = asyncio.ensure_future(served.generate(Request(10_000, prompts[2], max_new_tokens=2)))
             task = start(number)
-            for _ in range(number):
-                await asyncio.sleep(0 if number < 5 else 0.001)
+            for _ in range(min(number, 5)):
+                await asyncio.sleep(0)
+            if number > 5:
+                await asyncio.sleep(0.001 * 1.2 ** (number - 6))
             finished = task.done()
             task.cancel()
             cancelled += not finished
@@ -188,13 +193,21 @@ async def test_tokens_that_there_are_come_before_the_error(serving, generated, p
         assert tokens == generated(prompts[0], 40)[:12]
 
 
+async def let_go_on(model):
+    while True:
+        model.calls.release()
+        await asyncio.sleep(0.001)
+
+
 async def test_closing_ends_what_is_in_flight_with_an_error(serving, prompts):
     loop = serving(watch=Gate)
     async with asyncio.timeout(20):
         async with AsyncServing(loop) as served:
             waiting = [asyncio.ensure_future(served.generate(Request(number, prompts[0], max_new_tokens=50))) for number in range(2)]
-            loop.model.calls.release(100)
+            loop.model.calls.release(10)  # too few for a whole answer
             await asyncio.sleep(0)
+            going_on = asyncio.ensure_future(let_go_on(loop.model))  # begins when closing has begun
+        going_on.cancel()
         results = await asyncio.gather(*waiting, return_exceptions=True)
     assert all(isinstance(result, RequestError) and "closed before the answer was complete" in str(result) for result in results)
     with pytest.raises(RequestError, match="is not open"):
@@ -219,7 +232,8 @@ async def test_a_step_that_does_not_end_does_not_hold_up_closing_for_ever(servin
     loop = serving(watch=Gate)
     served = await AsyncServing(loop, close_timeout=0.05).__aenter__()
     task = asyncio.ensure_future(served.generate(Request(0, prompts[0])))
-    await asyncio.sleep(0.05)
+    while not loop.model.num_calls:
+        await asyncio.sleep(0.001)
     with pytest.raises(TransferError, match="did not end within 0 s"):
         await served.__aexit__(None, None, None)
     loop.model.calls.release(100)

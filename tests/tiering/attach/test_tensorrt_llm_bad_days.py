@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from gate import Gate
+from tier_rig import until
 
 from kvtier.errors import ConfigError, TransferError
+from kvtier.io.faults import FaultOperation
 from kvtier.tiering.attach import tensorrt_llm_scheduler, tensorrt_llm_worker
 from kvtier.tiering.attach.tensorrt_llm import TieredScheduler, TieredWorker
 
@@ -193,17 +197,22 @@ def test_a_promised_load_on_a_closed_rank_stops_the_engine(start: Callable[..., 
 
 
 def test_a_rank_that_is_closed_during_a_load_stops_the_engine(start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = start(faults="primary.copy.delay:200ms")
+    engine = start()
     engine.run(Request(1, PROMPT, 2))
-    request, worker = Request(2, PROMPT, 2), engine.workers[0]
+    request, worker = Request(2, PROMPT, 2), engine.workers[0].worker
+    worker._faults = gate = Gate(FaultOperation.COPY)
     assert engine.add(request) == 28
-    known = worker.worker.wait
+    known = worker.wait
 
     def closed_meanwhile(*given: Any) -> Any:
-        engine.workers[0].close()
+        closing = threading.Thread(target=engine.workers[0].close)
+        closing.start()
+        until(lambda: worker._closing)
+        gate.open()
+        closing.join()
         return known(*given)
 
-    monkeypatch.setattr(worker.worker, "wait", closed_meanwhile)
+    monkeypatch.setattr(worker, "wait", closed_meanwhile)
     with pytest.raises(TransferError, match=r"closed|aborted"):
         engine.step()
     engine.cancel(request)

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gate import Gate
 
+from kvtier.io.faults import FaultOperation
 from kvtier.tiering.attach import tensorrt_llm_worker
 
 sys.path.append(str(Path(__file__).parent))
@@ -91,10 +93,12 @@ def test_a_store_that_does_not_end_is_given_up_before_its_pages_are_overwritten(
 
 
 def test_pages_are_kept_until_their_copies_have_ended(start: Callable[..., Engine]) -> None:
-    engine = start(faults="secondary.copy.delay:200ms*1")
+    engine = start()
+    engine.workers[0].worker._faults = gate = Gate(FaultOperation.COPY)
     engine.add(Request(1, PROMPT, 0))
     engine.step()
     assert list(engine.saving) == [1], "TensorRT-LLM was told to wait"
+    gate.open()
     engine.settle()
     assert engine.run(Request(2, PROMPT, 1)) == [28]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from gate import Gate
 
 from kvtier.errors import TransferError
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
@@ -99,9 +100,7 @@ def test_close_is_bounded_when_a_read_hangs(make_rig: Make, until: Make) -> None
     rig.store.read_gate.clear()
     rig.transfers.issue([rig.move(N[0], P[0]), rig.move(N[1], P[1])])
     until(lambda: rig.store.reads_running == 1)
-    start = time.monotonic()
-    assert not rig.transfers.close(0.1)
-    assert time.monotonic() - start < 3.0
+    assert not rig.transfers.close(0.1)  # returns, although the call has no end
     assert [result.move.number for result in rig.transfers.drain()] == [1]
     # When it comes back after all, nothing is copied: the pools may be somebody else's by now.
     rig.store.read_gate.set()
@@ -128,20 +127,18 @@ def test_close_is_bounded_when_a_write_hangs(make_rig: Make, until: Make) -> Non
     rig.transfers.issue([rig.move(S[0], N[0])])
     until(lambda: rig.store.write_batches == [1])
     rig.transfers.issue([rig.move(P[0], S[0])])  # held back behind the write
-    start = time.monotonic()
-    assert not rig.transfers.close(0.1)
-    assert time.monotonic() - start < 3.0
+    assert not rig.transfers.close(0.1)  # returns, although the call has no end
     rig.store.write_gate.set()
     until(lambda: rig.transfers._outstanding == 0)
     assert {result.move.number: result.error is None for result in rig.transfers.drain()} == {0: True, 1: False}
 
 
 def test_close_is_bounded_when_a_copy_hangs(make_rig: Make) -> None:
-    rig = make_rig(faults=Faults([FaultRule(FaultKind.DELAY, FaultOperation.COPY, seconds=1.0, count=1)]))
+    gate = Gate(FaultOperation.COPY)
+    rig = make_rig(faults=gate)
     rig.transfers.issue([rig.move(P[0], S[0]), rig.move(P[0], P[1])])
-    start = time.monotonic()
-    assert not rig.transfers.close(0.05)
-    assert time.monotonic() - start < 0.9
+    assert not rig.transfers.close(0.05)  # returns, although the copies have no end
+    gate.open()
 
 
 def test_a_waiter_is_let_go_when_the_manager_is_closed(make_rig: Make, until: Make) -> None:
@@ -154,7 +151,7 @@ def test_a_waiter_is_let_go_when_the_manager_is_closed(make_rig: Make, until: Ma
     waiter = threading.Thread(target=lambda: results.append(rig.transfers.wait(0, [P[0]], None)))
     waiter.start()
     assert not rig.transfers.close(0.05)
-    waiter.join(5.0)
+    waiter.join(10.0)
     assert results == [False]
 
 

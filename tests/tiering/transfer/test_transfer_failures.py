@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from gate import Gate
 
 from kvtier.errors import ConfigError, CorruptBlock, TransferError
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
 from kvtier.pools.pool_index import pool_index
 from kvtier.tiering import file_lane
+from kvtier.tiering.transfer import MoveResult
 
 P, S, N = ([pool_index(level, slot) for slot in range(8)] for level in range(3))
 
@@ -152,14 +154,18 @@ def test_a_successful_write_ends_the_memory_of_a_failure(rig: Any, corrupt: Corr
     assert rig.transfers._graph.size() == 0
 
 
-def test_a_failed_read_still_keeps_the_order_of_writes_behind_it(make_rig: Make, corrupt: CorruptBlock) -> None:
+def test_a_failed_read_still_keeps_the_order_of_writes_behind_it(make_rig: Make, until: Make, corrupt: CorruptBlock) -> None:
     """The read fails at once while the offload before it is slow: the next write must still wait for the offload."""
-    rig = make_rig(faults=Faults([FaultRule(FaultKind.DELAY, FaultOperation.COPY, seconds=0.1, count=1)]))
+    gate = Gate(FaultOperation.COPY)
+    rig = make_rig(faults=gate)
     rig.fill(P[0], 5)
     rig.fill(S[1], 6)
     rig.fill(N[0], 7)
     rig.store.fail_reads[0, 0] = corrupt
     rig.transfers.issue([rig.move(P[0], S[0]), rig.move(N[0], P[0]), rig.move(S[1], P[0])])
+    until(lambda: gate.arrived > 0)
+    time.sleep(0.03)  # whatever does not wait has had its time
+    gate.open()
     rig.settle()
     assert (rig.value(S[0]), rig.value(P[0])) == (5, 6)
 
@@ -219,15 +225,15 @@ def test_a_store_that_answers_for_too_few_blocks_fails_the_batch(rig: Any, monke
     assert isinstance(rig.settle()[0].error, ValueError)
 
 
-def test_writes_are_shed_at_once_while_the_store_accepts_none_and_loads_are_not(make_rig: Make) -> None:
-    rig = make_rig(faults=Faults([FaultRule(FaultKind.DELAY, FaultOperation.COPY, seconds=0.3, count=1)]))
+def test_writes_are_shed_at_once_while_the_store_accepts_none_and_loads_are_not(make_rig: Make, until: Make) -> None:
+    gate = Gate(FaultOperation.COPY)
+    rig = make_rig(faults=gate)
     rig.fill(N[0], 5)
     rig.store.accepting = False
-    start = time.monotonic()
     rig.transfers.issue([rig.move(P[0], S[0]), rig.move(S[0], N[1])])
-    while not (shed := rig.transfers.drain()):
-        assert time.monotonic() - start < 5.0
-        time.sleep(0.001)
+    shed: list[MoveResult] = []
+    until(lambda: shed.extend(rig.transfers.drain()) or shed)
+    gate.open()
     assert [result.move.number for result in shed] == [1], "it does not even wait for the copy into its source"
     assert "takes no writes for a while" in str(shed[0].error)
     rig.transfers.issue([rig.move(N[0], P[1])])
@@ -246,11 +252,14 @@ def test_a_discard_that_fails_is_said_and_counted_and_the_next_write_goes_on(rig
     assert rig.value(N[3]) == 4
 
 
-def test_a_write_gives_up_when_the_copy_into_its_source_hangs(make_rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_gives_up_when_the_copy_into_its_source_hangs(make_rig: Make, until: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_lane, "PATIENCE", 0.05)
     monkeypatch.setattr(file_lane, "LOOK_UP", 0.01)
-    rig = make_rig(faults=Faults([FaultRule(FaultKind.DELAY, FaultOperation.COPY, seconds=0.5, count=1)]))
+    gate = Gate(FaultOperation.COPY)
+    rig = make_rig(faults=gate)
     rig.transfers.issue([rig.move(P[0], S[0]), rig.move(S[0], N[0])])
+    until(lambda: rig.results.extend(rig.transfers.drain()) or rig.results)
+    gate.open()
     results = rig.settle()
     assert "was not over within" in str(results[1].error)
     assert results[0].error is None
