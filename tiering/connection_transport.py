@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from kvtier.errors import ConfigError, TransferError
 from kvtier.io.threads import start_thread
-from kvtier.tiering.event_transport import check_rank
+from kvtier.tiering.event_transport import check_rank, closed_transport
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +134,8 @@ class ConnectionTransport:
     def receive(self, timeout: float) -> list[tuple[int, bytes | None]]:
         found: list[tuple[int, bytes | None]] = []
         deadline = time.monotonic() + timeout
+        if self._is_closed:
+            raise closed_transport(self.rank)
         while not self._is_closed and len(found) < MAX_WAITING:
             try:
                 found.append(self._box.get(not found, max(deadline - time.monotonic(), 0.0)))

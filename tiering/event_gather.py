@@ -171,7 +171,11 @@ class EventGather:
 
     def _is_confirmed(self, deadline: float) -> bool:
         while not (self._forwarding.is_alive() or self._has_failed):  # otherwise the last message has not been sent
-            for _rank, message in self._transport.receive(_left(deadline)):
+            try:
+                arrived = self._transport.receive(_left(deadline))
+            except TransferError:  # somebody else has closed the transport
+                break
+            for _rank, message in arrived:
                 if message is None or message == CONFIRMED:
                     return message is not None
             if time.monotonic() >= deadline:
@@ -210,7 +214,12 @@ class EventGather:
 
     def _receive(self) -> None:
         while not all(rank.is_over for rank in self._ranks[1:]):
-            arrived = self._transport.receive(self._silent_after / SIGNS_OF_LIFE)
+            try:
+                arrived = self._transport.receive(self._silent_after / SIGNS_OF_LIFE)
+            except TransferError as error:
+                if self._agreed is None:
+                    self._lose_all(str(error))
+                return
             if self._agreed is not None:
                 return  # we have left without waiting any longer
             for sender, message in arrived:
@@ -242,6 +251,14 @@ class EventGather:
                 pass  # it did not wait
         elif message != ALIVE:
             self._note_unreadable(rank, f"a message of {len(message)} bytes that starts with {message[:8]!r}")
+
+    def _lose_all(self, problem: str) -> None:
+        """Nothing arrives from anybody any more, though this gather is still open."""
+        logger.warning("event gather: %s", problem)
+        for rank in self._ranks[1:]:
+            if not rank.is_over:
+                rank.problem = problem
+                rank.state = RankState.LOST
 
     def _merge(self, rank: _Rank, events: list[Event]) -> None:
         rank.events += len(events)

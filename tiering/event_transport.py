@@ -24,7 +24,8 @@ class GatherTransport(Protocol):
     def receive(self, timeout: float) -> list[tuple[int, bytes | None]]:
         """What has arrived as (rank, message), in order for each rank; waits up to ``timeout`` seconds for the first.
 
-        (rank, None) comes once, when that rank's way has ended and nothing more can arrive. Returns at once after ``close``.
+        (rank, None) comes once, when that rank's way has ended and nothing more can arrive. Whoever waits when this is closed gets
+        what had come until then; after that it is a TransferError, so that nobody asks for ever.
         """
 
     def close(self) -> None:
@@ -35,6 +36,12 @@ def check_rank(rank: int, num_ranks: int) -> None:
     """Raise ConfigError unless there is such a rank."""
     if not 0 <= rank < num_ranks:
         raise ConfigError(f"rank={rank} of num_ranks={num_ranks}: ranks are numbered from 0 to num_ranks - 1")
+
+
+def closed_transport(rank: int) -> TransferError:
+    """The error of ``receive`` after ``close``."""
+    return TransferError(f"the transport of rank {rank} is closed, nothing arrives any more; close the EventGather that uses it, which "
+                         "closes both")
 
 
 class InProcessTransport:
@@ -63,6 +70,8 @@ class InProcessTransport:
         found: list[tuple[int, bytes | None]] = []
         deadline = time.monotonic() + timeout
         box = self._boxes[self.rank]
+        if self.rank in self._closed:
+            raise closed_transport(self.rank)
         while self.rank not in self._closed:
             try:
                 found.append(box.get(not found, max(deadline - time.monotonic(), 0.0)))

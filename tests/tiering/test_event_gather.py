@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gather_rig import PATIENCE, WAYS, Ranks, Transports, event, of_rank
 from toy_engine import wait_until
 
 from kvtier import ConfigError, RequestError, TransferError
@@ -23,70 +24,19 @@ from kvtier.tiering.event_queue import EventQueue
 from kvtier.tiering.event_transport import GatherTransport, InProcessTransport
 from kvtier.tiering.ledger.events import Event, Removed, Updated
 
-PATIENCE = 20.0
-Transports = Callable[[int], list[GatherTransport]]
 
-
-def event(event_id: int, rank: int = 0) -> Event:
-    return Event(event_id, 0, Removed((bytes([rank]) * 32,)))
-
-
-def piped(num_ranks: int) -> list[ConnectionTransport]:
-    pipes = {rank: multiprocessing.Pipe() for rank in range(1, num_ranks)}
-    return [ConnectionTransport(0, num_ranks, {rank: ends[0] for rank, ends in pipes.items()}),
-            *[ConnectionTransport(rank, num_ranks, {0: ends[1]}) for rank, ends in pipes.items()]]
-
-
-@pytest.fixture(params=["in process", "connections"])
+@pytest.fixture(params=WAYS)
 def transports(request: pytest.FixtureRequest) -> Iterator[Transports]:
     """``transports(num_ranks)``: one for each rank, connected."""
     made: list[GatherTransport] = []
 
     def make(num_ranks: int) -> list[GatherTransport]:
-        made.extend(InProcessTransport.group(num_ranks) if request.param == "in process" else piped(num_ranks))
+        made.extend(WAYS[request.param](num_ranks))
         return list(made)
 
     yield make
     for transport in made:
         transport.close()
-
-
-class Ranks:
-    """A queue and a gather for each rank, all in this process."""
-
-    def __init__(self, transports: list[GatherTransport], max_size: int = 100, period: float = 0.001, **settings: float) -> None:
-        self.queues = [EventQueue(max_size) for _ in transports]
-        self.gathers = [EventGather(queue.stream(), transport, period, **settings)
-                        for queue, transport in zip(self.queues, transports, strict=True)]
-        self.root = self.gathers[0]
-
-    def put(self, rank: int, *ids: int) -> None:
-        self.queues[rank].put([event(number, rank) for number in ids])
-
-    def gathered(self, count: int) -> list[RankedEvent]:
-        found: list[RankedEvent] = []
-        while len(found) < count:
-            batch = self.root.poll(PATIENCE)
-            assert batch, f"{len(found)} of {count} events came"
-            found += batch
-        return found
-
-    def close(self, timeout: float = PATIENCE) -> list[bool]:
-        """Close all at the same time, as ranks do. What each one says."""
-        agreed: dict[int, bool] = {}
-        closing = [threading.Thread(target=lambda gather=gather: agreed.update({gather.rank: gather.close(timeout)}))
-                   for gather in self.gathers]
-        for thread in closing:
-            thread.start()
-        for thread in closing:
-            thread.join(PATIENCE)
-        return [agreed[gather.rank] for gather in self.gathers]
-
-
-def of_rank(found: list[RankedEvent], rank: int) -> list[int]:
-    for ranked in found:
-        assert ranked.event.data == Removed((bytes([ranked.rank]) * 32,)), "an event carries the rank it came from"
-    return [ranked.event.event_id for ranked in found if ranked.rank == rank]
 
 
 def test_rank_0_has_the_events_of_all_ranks(transports: Transports) -> None:
@@ -203,6 +153,7 @@ def test_a_rank_without_events_gives_signs_of_life(transports: Transports) -> No
         wait_until(lambda before=before: ranks.root._ranks[1].heard_at > before)  # type: ignore[misc]
     assert ranks.root._ranks[1].heard_at > heard
     wait_until(lambda: ranks.root.ranks[1].state is RankState.ACTIVE)
+    assert ranks.close() == [True, True]
 
 
 def test_gathered_events_are_bounded_by_the_limit_of_each_rank_times_the_ranks() -> None:
@@ -404,7 +355,8 @@ def test_nothing_is_sent_to_who_is_gone(transports: Transports) -> None:
         first.send(1, b"hello")
     with pytest.raises(TransferError, match="rank 0 is gone"):
         second.send(0, b"hello")
-    assert second.receive(PATIENCE) == [], "and who has left waits for nothing"
+    with pytest.raises(TransferError, match="the transport of rank 1 is closed"):  # who has left waits for nothing
+        second.receive(PATIENCE)
 
 
 @pytest.fixture
