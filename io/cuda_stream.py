@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from queue import SimpleQueue
-from typing import Final, Protocol, cast
+from typing import Final, Protocol, TypeAlias, cast
 
 from kvtier.errors import ConfigError, TransferError
 from kvtier.io.capture_mode import beside_captures
@@ -152,6 +152,9 @@ def current_handle() -> int:
     return handle
 
 
+_Watched: TypeAlias = tuple[CudaEvent, Callable[[Event], None]]
+
+
 class CudaStream:
     """A non-blocking CUDA stream: it does not synchronise with the legacy default stream.
 
@@ -169,7 +172,8 @@ class CudaStream:
         self._lock = threading.Lock()
         self._closed = False
         self._given_up = False
-        self._watched: SimpleQueue[tuple[CudaEvent, Callable[[Event], None]] | None] = SimpleQueue()
+        self._watched: SimpleQueue[_Watched | None] = SimpleQueue()
+        self._left: _Watched | None = None  # what the watcher was at when it gave up
         self._watcher = start_thread(self._watch, f"kvtier-{name}")
 
     @property
@@ -219,26 +223,39 @@ class CudaStream:
             return event.wait(timeout)
 
     def close(self, timeout: float) -> bool:
-        """Finish what is enqueued and end the watcher; False when that took more than ``timeout`` seconds."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._watched.put(None)
-        self._watcher.join(max(timeout, 0.0))
-        if self._watcher.is_alive():
-            self._given_up = True
-            return False
-        return True
+        """Finish what is enqueued and end the watcher; False when that took more than ``timeout`` seconds. May be called again: that
+        waits on for what the device still works on."""
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._lock:
+                if not self._closed:
+                    self._closed = True
+                    self._watched.put(None)
+                self._given_up = False
+                if self._left is not None and not self._watcher.is_alive():
+                    try:
+                        self._watcher = start_thread(self._watch, f"kvtier-{self.name}")
+                    except ConfigError:
+                        return False
+                watcher = self._watcher
+            watcher.join(max(deadline - time.monotonic(), 0.0))
+            if watcher.is_alive():
+                self._given_up = True
+                return False
+            if self._left is None:
+                return True
 
     def _watch(self) -> None:
         with self._cuda.Device(self._device):
             with suppress(RuntimeError):
                 CudaEvent(self._cuda).make()  # gives the thread its context, without which it cannot look beside captures
-            while (item := self._watched.get()) is not None:
+            while (item := self._left or self._watched.get()) is not None:
+                self._left = None
                 event, done = item
                 while not event.wait(0.5):
                     if self._given_up:
                         # The device still works on it: nobody may be told that these bytes are no longer in use.
+                        self._left = item
                         _log.warning("stream %s: closed while work was running on the device", self.name)
                         return
                 try:

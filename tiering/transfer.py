@@ -391,7 +391,7 @@ class TransferManager(TransferWaiting):
         Returns:
             True when nothing runs any more. False when something was still running after ``timeout`` seconds: the memory
             of the pools must not be freed then, because a copy or a read may still be using it. Moves that hang are not
-            reported. May be called again.
+            reported. May be called again: that waits, for as long as it is given, for what ran on.
         """
         deadline = time.monotonic() + timeout
         with self._lock:
@@ -418,7 +418,7 @@ class TransferManager(TransferWaiting):
         spare = 0.5 if is_idle else 0.0
         ended = [worker.close(max(deadline - time.monotonic(), spare))
                  for worker in (self._files, self._debug, self._offload, self._onboard) if worker is not None]
-        if is_idle and all(ended):
+        if all(ended) and self._outstanding == 0:  # also of what an earlier call has given up: it has ended with its threads
             self._routes.close()
             if self._files is not None:
                 self._files.let_go()

@@ -147,6 +147,11 @@ def test_close_is_bounded_when_the_device_hangs_and_reports_nothing_as_done(cuda
     stream._watcher.join(60.0)
     assert not stream._watcher.is_alive()
     assert calls == []
+    assert not stream.close(0.05), "the device still works on it"
+    cuda.runtime.paused = False
+    assert stream.close(60.0)
+    assert calls == [1]
+    assert stream.close(0.0)
 
 
 def test_the_engines_stream_is_ordered_both_ways_without_the_host_waiting(cuda: Any, stream: CudaStream) -> None:

@@ -42,6 +42,30 @@ def test_closing_is_bounded_while_reads_are_in_flight(warm_cache: WarmCache, cap
     wait_until(lambda: cache.close() or cache._everything_let_go)
 
 
+def test_a_second_close_waits_for_what_the_first_gave_up(warm_cache: WarmCache, caplog: pytest.LogCaptureFixture,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(READ)
+    cache = warm_cache(gate=gate)
+    cache.add_sequence(Request(1, PROMPT))
+    wait_until(lambda: gate.arrived > 0)
+    cache.close(timeout=0.1)
+    assert not cache._everything_let_go
+    assert cache.pools[0].primary.rows.sum() >= 0, "a copy may still be using this memory"
+    caplog.clear()
+
+    def end_then_close(timeout: float) -> bool:
+        assert cache.transfers._outstanding > 0, "it is not over when the second close begins to wait"
+        gate.open()
+        return close_files(timeout)
+
+    close_files = cache.transfers._files.close
+    monkeypatch.setattr(cache.transfers._files, "close", end_then_close)
+    cache.close(PATIENCE)
+    assert cache._everything_let_go
+    assert "still ran" not in caplog.text
+    monkeypatch.undo()
+
+
 def test_closing_waits_for_stores_that_are_under_way(make_cache: MakeCache) -> None:
     cache = make_cache(8, 8, 16, write_ahead_share=1.0, faults=Faults([delays(WRITE, 0.05)]))
     engine = ToyEngine(cache)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from gate import Gate
+from gate import PATIENCE, Gate
 
 from kvtier.errors import TransferError
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
@@ -141,6 +141,36 @@ def test_close_is_bounded_when_a_copy_hangs(make_rig: Make) -> None:
     gate.open()
 
 
+@pytest.mark.parametrize("kind", ["read", "write", "copy"])
+def test_a_second_close_waits_for_what_the_first_gave_up(make_rig: Make, until: Make, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    gate = Gate(FaultOperation.COPY)
+    rig = make_rig(faults=gate)
+    rig.fill(N[0], 5)
+    if kind == "copy":
+        rig.transfers.issue([rig.move(P[1], S[1])])
+        until(lambda: gate.arrived == 1)
+    else:
+        gate.open()
+        rig.store.read_gate.clear()
+        rig.store.write_gate.clear()
+        rig.transfers.issue([rig.move(N[0], P[0]) if kind == "read" else rig.move(S[0], N[1])])
+        until(lambda: rig.store.reads_running == 1 or rig.store.write_batches == [1])
+    assert not rig.transfers.close(0.05)
+    assert not rig.transfers.close(0.05), "it runs on"
+
+    def end_then_close(timeout: float) -> bool:
+        assert rig.transfers._outstanding == 1, "it is not over when the second close begins to wait"
+        gate.open()
+        rig.store.read_gate.set()
+        rig.store.write_gate.set()
+        return close_files(timeout)
+
+    close_files = rig.transfers._files.close
+    monkeypatch.setattr(rig.transfers._files, "close", end_then_close)
+    assert rig.transfers.close(PATIENCE)
+    monkeypatch.undo()
+
+
 def test_a_waiter_is_let_go_when_the_manager_is_closed(make_rig: Make, until: Make) -> None:
     rig = make_rig()
     rig.fill(N[0], 5)
@@ -187,4 +217,7 @@ def test_on_cuda_close_tells_when_the_device_still_works_on_the_pools(make_rig: 
     device._cuda.runtime.paused = True
     rig.transfers.issue([rig.move(P[0], S[0])])
     assert not rig.transfers.close(0.05)
+    rig.transfers._offload._watcher.join(PATIENCE)  # nobody looks at the device any more
+    assert not rig.transfers.close(0.05)
     device._cuda.runtime.paused = False
+    assert rig.transfers.close(PATIENCE)
