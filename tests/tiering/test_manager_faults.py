@@ -163,10 +163,12 @@ def test_file_operations_that_hang_are_waited_for_no_longer_than_they_may(
     stats = cache.stats()
     assert (stats.leases, stats.sequences) == (0, 0)
     assert stats.faults[f"{place}.hang"] > 0
-    assert stats.primary.free_blocks == stats.primary.max_blocks, "nothing waits for what hangs"
+    # Nothing waits for what hangs. What does not hang, a copy of the last request's blocks, may be under way.
+    wait_until(lambda: cache.stats().primary.free_blocks == stats.primary.max_blocks)
     cache.verify()
-    (said,) = warnings_of(caplog)
-    assert f"an NVMe {'read' if place == 'nvme.read' else 'write'} hangs" in said
+    said = warnings_of(caplog)
+    assert all(" hangs; " in text for text in said), said
+    assert sum(f"an NVMe {'read' if place == 'nvme.read' else 'write'} hangs" in text for text in said) == 1
 
     for _ in range(4):  # returns, although calls hang that have no end; it then ends them, and the commit of the next one hangs again
         cache.close(timeout=0.2)
