@@ -202,8 +202,8 @@ class ServingLoop:
         running = [sequence for sequence in self._active.values() if not sequence.loading and sequence.id not in paused]
         if running:
             self._compute(running)
-        elif not self._active and self._waiting:
-            time.sleep(_NAP_SECONDS)  # nobody fits yet: file operations still hold some blocks
+        elif (not self._active and self._waiting) or 0 < len(paused) < len(self._active):
+            time.sleep(_NAP_SECONDS)  # nobody fits yet: file operations hold some blocks; or some are paused and the others are loading
         self.cache.refresh()
         ended, self._ended = self._ended, []
         return ended

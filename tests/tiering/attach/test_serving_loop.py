@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from kvtier.errors import CapacityError, ConfigError, RequestError
+from kvtier.tiering.attach import serving_loop
 from kvtier.tiering.attach.sampling import Sampling
 from kvtier.tiering.attach.serving_loop import ServingLoop
 from kvtier.tiering.attach.transformers import AttachedModel
@@ -217,6 +220,23 @@ def test_a_request_alone_whose_next_chunk_never_finds_blocks_ends_after_the_time
         loop.step()
     assert isinstance(answer.error, CapacityError)
     assert "next prompt chunk" in str(answer.error)
+
+
+def test_the_loop_takes_a_nap_while_some_wait_for_room_and_the_others_for_what_is_read(serve, prompts, monkeypatch):
+    naps = []
+    monkeypatch.setattr(serving_loop, "time", SimpleNamespace(sleep=naps.append))
+    loop = serve()
+    loop.cache.config.chunk_size = 16
+    loop.cache.is_paused = lambda request_id: request_id == 0
+    loop.cache.never_ready.add(1)
+    for request in requests(prompts[:2]):
+        loop.submit(request)
+    for count in range(1, 4):
+        assert loop.step() == []
+        assert len(naps) == count
+    loop.cache.is_paused = lambda request_id: False
+    loop.cache.never_ready.clear()
+    assert len(loop.run()) == 2
 
 
 def test_others_are_served_while_a_request_waits_for_its_blocks(serve, generated, prompts):
