@@ -109,8 +109,24 @@ def shown(value: object) -> str:
 
 
 def _no_unit(name: str, text: object, digits: str) -> str:
-    digits = digits if len(digits) <= _MAX_DIGITS else "8"
-    return f'{name}={shown(text)}: a size needs a unit; write "{digits} blocks", "{digits}GiB" or "{digits}%"'
+    """The message for a number without its unit, with what may have been meant: not each unit goes with each number."""
+    try:
+        number = Fraction(digits) if len(digits) <= _MAX_DIGITS and "e" not in digits else None  # 1e-05 is no spelling of a size
+    except ValueError:  # nan, inf
+        number = None
+    if number is None:
+        return f"{name}={shown(text)}: a size needs a unit; {_EXAMPLES}"
+    meant = []
+    if number.denominator == 1 and number <= MAX_BLOCKS:
+        meant.append(f"{number} blocks")
+    if number <= MAX_BYTES:
+        meant.append(f"{digits}GiB" if number * _BYTE_UNITS["GiB"] <= MAX_BYTES else f"{digits}B")
+    if "." in digits and number <= 1:
+        meant.insert(0, f"{float(number * 100):g}%")  # a share of 1, as other settings have it
+    elif number <= 100:
+        meant.append(f"{digits}%")
+    words = ", ".join(f'"{each}"' for each in meant)
+    return f"{name}={shown(text)}: a size needs a unit; " + (f"write {' or '.join(words.rsplit(', ', 1))}" if meant else _EXAMPLES)
 
 
 def parse_sizes(value: object, name: str) -> tuple[Size, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from fractions import Fraction
 
 import pytest
@@ -93,6 +94,24 @@ def test_anything_at_all_is_a_size_or_a_config_error(value: object) -> None:
 def test_what_is_no_size_says_how_to_write_one(text: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_size(text, "primary")
+
+
+@pytest.mark.parametrize(("given", "meant"), [
+    (0.9, ["90%", "0.9GiB"]), ("0.35", ["35%", "0.35GiB"]), (1.0, ["100%", "1 blocks", "1.0GiB"]), (1.5, ["1.5GiB", "1.5%"]),
+    (4096, ["4096 blocks", "4096GiB"]), ("64", ["64 blocks", "64GiB", "64%"]), (64 << 30, ["68719476736B"])], ids=str)
+def test_a_number_without_its_unit_gets_only_suggestions_that_can_be_meant(given: object, meant: list[str]) -> None:
+    with pytest.raises(ConfigError, match="needs a unit; write") as refused:
+        parse_size(given, "primary")
+    said = str(refused.value).partition("needs a unit;")[2]
+    assert re.findall('"(.*?)"', said) == meant
+    for text in meant:
+        parse_size(text, "primary")
+
+
+@pytest.mark.parametrize("given", [1e-05, 1.5e300, float("inf"), 10**50], ids=str)
+def test_where_no_unit_goes_with_a_number_the_examples_are_shown(given: object) -> None:
+    with pytest.raises(ConfigError, match='needs a unit; write for example "8 blocks"'):
+        parse_size(given, "primary")
 
 
 def test_a_list_of_sizes_names_the_item_that_is_wrong() -> None:
