@@ -55,7 +55,7 @@ class BlockSection:
 
 def sections_of(spec: LayerSpec, num_layers: int, tokens_per_block: int) -> tuple[BlockSection, ...]:
     """The sections of a block that holds ``num_layers`` layers of this kind. ``spec.dtype`` must be resolved."""
-    assert spec.dtype is not None
+    assert isinstance(spec.dtype, str)
     made: list[BlockSection] = []
 
     def add(name: str, shape: tuple[int, ...], dtype: str, is_by_token: bool) -> None:

@@ -50,7 +50,7 @@ class LayerGroup:
     @property
     def dtype(self) -> str:
         """Storage dtype by torch's name."""
-        assert self.spec.dtype is not None
+        assert isinstance(self.spec.dtype, str)
         return self.spec.dtype
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from kvtier.errors import ConfigError
 
@@ -11,6 +11,18 @@ DTYPE_BYTES: Final[dict[str, int]] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "uint8": 1,
 }
 """Bytes of one element of each storage dtype, by torch's names."""
+
+
+class TorchDtype(Protocol):
+    """A ``torch.dtype``, as far as it is looked at here, where torch is not imported."""
+
+    @property
+    def itemsize(self) -> int: ...
+
+
+def dtype_name(dtype: str | TorchDtype) -> str:
+    """A dtype's name: of ``torch.bfloat16``, and of that as text, "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def require_count(name: str, value: int, lowest: int = 1, highest: int = 1 << 40) -> None:
@@ -36,22 +48,26 @@ class LayerSpec:
     value_dim: int = 0
     window: int | None = None
     sinks: int = 0
-    dtype: str | None = None
+    dtype: str | TorchDtype | None = None  # a name once it is made
     state_bytes: int = 0
     snapshot_interval: int = 0
     scale_bytes: int = 0
     indexer_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", dtype_name(self.dtype))
+
     @classmethod
     def attention(cls, num_kv_heads: int, head_dim: int, value_dim: int | None = None, window: int | None = None,
-                  sinks: int = 0, dtype: str | None = None, *, scale_bytes: int = 0, indexer_bytes: int = 0) -> LayerSpec:
+                  sinks: int = 0, dtype: str | TorchDtype | None = None, *, scale_bytes: int = 0, indexer_bytes: int = 0) -> LayerSpec:
         """Self-attention: per token ``num_kv_heads`` keys of ``head_dim`` and values of ``value_dim`` (default equal).
 
         Args:
             num_kv_heads, head_dim, value_dim: heads, and elements of one key and of one value.
             window: tokens that a token sees, itself included; None for all.
             sinks: leading tokens that stay visible for ever and count towards the window; fewer than it has.
-            dtype: storage dtype; None for the layout's.
+            dtype: storage dtype, by name or torch's own; None for the layout's.
             scale_bytes: bytes of block scales for each token and head, of keys and of values alike; 0 for none.
             indexer_bytes: bytes of the sparse-attention indexer's key for each token; 0 for none.
 
@@ -74,7 +90,7 @@ class LayerSpec:
                    indexer_bytes=indexer_bytes)
 
     @classmethod
-    def mla(cls, latent_dim: int, rope_dim: int, dtype: str | None = None, *, scale_bytes: int = 0,
+    def mla(cls, latent_dim: int, rope_dim: int, dtype: str | TorchDtype | None = None, *, scale_bytes: int = 0,
             indexer_bytes: int = 0) -> LayerSpec:
         """Multi-head latent attention: per token one row of ``latent_dim + rope_dim`` that serves as key and value.
 
@@ -98,7 +114,7 @@ class LayerSpec:
         return cls("recurrent", state_bytes=state_bytes, snapshot_interval=snapshot_interval, dtype="uint8")
 
     @classmethod
-    def cross(cls, num_kv_heads: int, head_dim: int, dtype: str | None = None) -> LayerSpec:
+    def cross(cls, num_kv_heads: int, head_dim: int, dtype: str | TorchDtype | None = None) -> LayerSpec:
         """Cross-attention over an encoder's output, written once per request."""
         require_count("num_kv_heads", num_kv_heads)
         require_count("head_dim", head_dim)

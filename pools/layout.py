@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kvtier.errors import ConfigError
 from kvtier.pools.layer_group import LayerGroup
-from kvtier.pools.layer_spec import DTYPE_BYTES, LayerSpec, require_count
+from kvtier.pools.layer_spec import DTYPE_BYTES, LayerSpec, TorchDtype, dtype_name, require_count
 
 __all__ = ["DTYPE_BYTES", "KVLayout", "LayerGroup", "LayerSpec"]
 
@@ -27,7 +27,7 @@ class KVLayout:
 
     Args:
         layers: one :class:`LayerSpec` per model layer, in model order.
-        dtype: storage dtype of layers that do not name their own ("float32", "bfloat16", ...).
+        dtype: storage dtype of layers that do not name their own, by name ("float32", "bfloat16", ...) or as torch's own.
         tokens_per_block: a power of two, so that position to (page, entry) is a shift and a mask.
 
     Raises:
@@ -36,7 +36,7 @@ class KVLayout:
     """
 
     layers: Sequence[LayerSpec]
-    dtype: str = "bfloat16"
+    dtype: str | TorchDtype = "bfloat16"  # a name once it is made
     tokens_per_block: int = 32
     _resolved: tuple[LayerSpec, ...] = field(init=False, repr=False, compare=False)
 
@@ -47,6 +47,7 @@ class KVLayout:
             raise ConfigError(f"tokens_per_block={self.tokens_per_block}: must be a power of two, for example {below} or {below * 2}")
         if not self.layers:
             raise ConfigError("layers=[]: a layout needs at least one layer")
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
         resolved = tuple(spec if spec.dtype else replace(spec, dtype=self.dtype) for spec in self.layers)
         for spec in resolved:
             if spec.dtype not in DTYPE_BYTES:
@@ -59,7 +60,7 @@ class KVLayout:
         object.__setattr__(self, "_resolved", resolved)
 
     @classmethod
-    def uniform(cls, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str = "bfloat16",
+    def uniform(cls, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str | TorchDtype = "bfloat16",
                 tokens_per_block: int = 32) -> KVLayout:
         """A model whose layers are all full attention of one shape."""
         require_count("num_layers", num_layers, highest=1 << 16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -110,3 +111,15 @@ def test_the_description_holds_every_group_and_names_side_data_only_where_there_
 def test_bytes_per_token_count_a_state_once_per_interval() -> None:
     layout = KVLayout([LayerSpec.recurrent(64, 8), LayerSpec.attention(1, 8)], "float16", 4)
     assert layout.bytes_per_token == 64 / 8 + 2 * 8 * 2
+
+
+def test_torchs_dtypes_are_taken_as_their_names() -> None:
+    named = KVLayout([LayerSpec.attention(8, 16, dtype="int8"), LayerSpec.mla(8, 8, "uint8"), LayerSpec.cross(8, 16)], "float16")
+    layers = [LayerSpec.attention(8, 16, dtype=torch.int8), LayerSpec.mla(8, 8, torch.uint8), LayerSpec.cross(8, 16)]
+    given = KVLayout(layers, torch.float16)
+    assert given == named
+    assert given.describe() == named.describe()
+    assert KVLayout.uniform(2, 8, 16, torch.bfloat16) == KVLayout.uniform(2, 8, 16)
+    assert LayerSpec.cross(8, 16, torch.float32) == LayerSpec.cross(8, 16, "float32")
+    with pytest.raises(ConfigError, match="dtype='complex64': unknown; use one of"):
+        KVLayout.uniform(2, 8, 16, torch.complex64)
