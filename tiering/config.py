@@ -30,6 +30,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from kvtier.errors import ConfigError
 from kvtier.io.fault_text import parse_faults
 from kvtier.io.faults import Faults
+from kvtier.policies.retention import LEVELS
 from kvtier.pools.rate import parse_rate
 from kvtier.pools.sizing import SizeKind, check_group_shares, parse_size, parse_sizes, shown
 from kvtier.tiering.config_sources import (
@@ -67,7 +68,8 @@ class TierConfig(BaseSettings):
     secondary: Sizes = "0 blocks"
     """Pinned host memory. On the CPU it comes out of what the primary level leaves."""
     nvme: Sizes = "0 blocks"
-    """Space for slab files in ``nvme_directory``, what is already there included."""
+    """Space for slab files in ``nvme_directory``, what is already there included. Needs ``secondary`` as well, through which blocks get
+    there; only with ``gds="required"`` it does not."""
     group_shares: list[float] | None = None
     """How the groups divide a size that is given in bytes or percent for all of them: one number per group, each from 0 to 1, scaled to
     add up to 1. None: equally. A size in blocks is each group's, and a list has each group's own size."""
@@ -97,7 +99,8 @@ class TierConfig(BaseSettings):
     A request for whose chunk there are none waits. None: enough for two chunks."""
 
     nvme_directory: Path | None = None
-    """Folder of the NVMe level. ``~`` and ``$VARS`` are expanded. With several ranks, the root under which each has its own."""
+    """Folder of the NVMe level. ``~`` and ``$VARS`` are expanded; a relative one is in the process's working directory, wherever it is
+    written, and made absolute at once. With several ranks, the root under which each has its own."""
     nvme_free_space_reserve: str = "1GiB"
     """Free space that the NVMe level leaves on its file system; a size in bytes."""
     nvme_sync: bool = False
@@ -115,9 +118,9 @@ class TierConfig(BaseSettings):
     first; 0: none."""
 
     secondary_offload_min_priority: Priority = 35
-    """Blocks below this priority are dropped instead of going to the secondary level."""
+    """Blocks below this priority are dropped instead of going to the secondary level. "HIGH", "MEDIUM" and "LOW" are 80, 35 and 10."""
     nvme_offload_min_priority: Priority = 35
-    """Blocks below this priority never reach NVMe."""
+    """Blocks below this priority never reach NVMe. "HIGH", "MEDIUM" and "LOW" are 80, 35 and 10."""
     enable_block_reuse: bool = True
     """Match and store prompts. Without it nothing is ever found again."""
     enable_partial_reuse: bool = True
@@ -263,12 +266,32 @@ class TierConfig(BaseSettings):
     @field_validator("nvme_directory", "request_directory_root", mode="before")
     @classmethod
     def _expand_paths(cls, value: object, info: ValidationInfo) -> object:
-        return expand_path(value, str(info.field_name)) if isinstance(value, (str, Path)) else value
+        if not isinstance(value, (str, Path)):
+            return value
+        path = expand_path(value, str(info.field_name))
+        try:
+            return path.absolute()  # once: a later chdir must not move the folder
+        except OSError as error:
+            raise ConfigError(f"{info.field_name}={shown(value)}: relative, and there is no working directory ({error.strerror}); write "
+                              "the path out") from None
 
     @field_validator("gds", mode="before")
     @classmethod
-    def _gds_off(cls, value: object) -> object:
-        return "off" if value is False else value  # YAML 1.1 reads a bare `off` as false
+    def _gds_switch(cls, value: object) -> object:
+        if value is True:  # YAML 1.1 reads a bare `on` as true, and a bare `off` as false
+            raise ConfigError('gds=True: must be "required", "auto" or "off" (YAML reads on and yes as true); write "auto" to use it where '
+                              'it works, "required" to insist')
+        return "off" if value is False else value
+
+    @field_validator("secondary_offload_min_priority", "nvme_offload_min_priority", mode="before")
+    @classmethod
+    def _named_priority(cls, value: object, info: ValidationInfo) -> object:
+        if not isinstance(value, str) or value.strip().lstrip("+-").isdecimal():  # a number from the environment is text, too
+            return value
+        if value.strip().upper() not in LEVELS:
+            names = ", ".join(f"{name} ({number})" for name, number in LEVELS.items())
+            raise ConfigError(f"{info.field_name}={shown(value)}: a priority is a whole number from 0 to 100, or one of {names}")
+        return LEVELS[value.strip().upper()]
 
     @field_validator("faults", mode="before")
     @classmethod
@@ -305,9 +328,12 @@ class TierConfig(BaseSettings):
         nvme = parse_sizes(self.nvme, "nvme")
         if not any(size.amount for size in nvme):
             return self
-        if self.nvme_directory is None:
-            raise ConfigError(f"nvme={shown(self.nvme)} wants a folder for its files; set nvme_directory=...")
         secondary = parse_sizes(self.secondary, "secondary")
+        if self.nvme_directory is None:
+            is_alone = self.gds != "required" and not any(size.amount for size in secondary)
+            raise ConfigError(f"nvme={shown(self.nvme)} wants a folder for its files" + (
+                ', and a secondary level through which blocks get there; set nvme_directory=... and for example secondary="4GiB" (or, with '
+                'GPUDirect Storage, gds="required")' if is_alone else "; set nvme_directory=..."))
         for group, size in enumerate(nvme):
             beside = secondary[group] if group < len(secondary) else secondary[-1]
             if size.amount and not beside.amount and self.gds != "required":

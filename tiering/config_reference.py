@@ -7,20 +7,23 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, create_model
 from pydantic.fields import FieldInfo
 
+from kvtier.policies.retention import LEVELS
 from kvtier.pools.pool_index import LEVEL_NAMES
 from kvtier.pools.sizing import SizeKind, format_bytes, parse_sizes
-from kvtier.tiering.config import TierConfig
+from kvtier.tiering.config import Priority, TierConfig
 from kvtier.tiering.config_names import OTHER_NAMES
 from kvtier.tiering.config_sources import KEYWORD_ONLY
 
 _WIDTH: Final = 110
-_TEXT_FORMS: Final[dict[str, Any]] = {"faults": str | list[str] | None}
-"""Settings that are objects in code and text in files."""
+_PRIORITY_FORM: Final = Priority | Literal[tuple(LEVELS)]
+_TEXT_FORMS: Final[dict[str, Any]] = {"faults": str | list[str] | None, "secondary_offload_min_priority": _PRIORITY_FORM,
+                                      "nvme_offload_min_priority": _PRIORITY_FORM}
+"""Settings for which files may have a text that is something else in code."""
 
 
 def json_schema() -> dict[str, object]:

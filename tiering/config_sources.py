@@ -35,6 +35,21 @@ _FLAT: Final = 'a setting is one value or one list of values, for example primar
 _chosen_file: ContextVar[Path | None] = ContextVar("kvtier_config_file", default=None)
 
 
+class _EachKeyOnce(yaml.SafeLoader):
+    """A key that stands twice in one mapping is an error, as it is in TOML: PyYAML would take the last one and say nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        first: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                line = key.start_mark.line + 1
+                if key.value in first:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"{shown(key.value)} stands twice, on lines {first[key.value]} and {line}", key.start_mark)
+                first[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
 @dataclass(frozen=True)
 class Sourced:
     """A value on its way into the model, with where it came from."""
@@ -126,7 +141,7 @@ def read_file(path: Path) -> dict[str, object]:
         raise ConfigError(f"config file {path}: unknown kind {path.suffix!r}; use a .yaml, .yml or .toml file")
     try:
         text = path.read_text(encoding="utf-8")
-        data = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+        data = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, _EachKeyOnce)
     except OSError as error:
         raise ConfigError(f"config file {path}: cannot be read ({error.strerror}); check the path") from error
     except yaml.MarkedYAMLError as error:
@@ -182,7 +197,8 @@ def _refuse_objects(key: str, origin: str) -> None:
 
 
 def unknown_key(key: str, origin: str, known: Iterable[str]) -> ConfigError:
-    """The error for a key that is no setting, with the nearest that is."""
-    near = difflib.get_close_matches(key, [*known, *OTHER_NAMES], 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
+    """The error for a key that is no setting, with the nearest that may stand there."""
+    possible = [name for name in known if origin == "keyword" or name not in KEYWORD_ONLY]
+    near = difflib.get_close_matches(key, [*possible, *OTHER_NAMES], 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(possible)}"
     return ConfigError(f"{shown(key)} ({origin}): unknown key; {hint}")

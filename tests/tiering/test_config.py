@@ -130,6 +130,60 @@ def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
         TierConfig.from_file(file)
 
 
+def test_what_a_file_or_variable_may_not_set_is_no_hint_for_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "tier.yaml"
+    for key in ("clok", "allreduce_mni", "x"):
+        with pytest.raises(ConfigError, match=r"unknown key; (did you mean|the keys are)"):
+            TierConfig(**{key: 1})  # type: ignore[arg-type]
+        file.write_text(f"{key}: 1\n")
+        with pytest.raises(ConfigError, match="unknown key") as in_file:
+            TierConfig.from_file(file)
+        monkeypatch.setenv(f"KVTIER_{key.upper()}", "1")
+        with pytest.raises(ConfigError, match="unknown key") as in_environment:
+            TierConfig()
+        monkeypatch.delenv(f"KVTIER_{key.upper()}")
+        for refused in (in_file, in_environment):
+            hint = str(refused.value).partition("unknown key;")[2]
+            assert not any(name in hint.replace("'", " ").replace(",", " ").split() for name in KEYWORD_ONLY)
+    with pytest.raises(ConfigError, match="did you mean 'clock'"):
+        TierConfig(clok=1)  # type: ignore[call-arg]
+
+
+def test_a_merged_key_may_be_overruled(tmp_path: Path) -> None:
+    (tmp_path / "tier.yaml").write_text("<<: {primary: 1 blocks, rank: 0}\nprimary: 2 blocks\n")
+    assert TierConfig.from_file(tmp_path / "tier.yaml").primary == "2 blocks"
+
+
+@pytest.mark.parametrize("key", ["secondary_offload_min_priority", "nvme_offload_min_priority"])
+@pytest.mark.parametrize(("given", "number"), [("HIGH", 80), ("medium", 35), ("LOW", 10), ("7", 7)])
+def test_priorities_have_names_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str, given: str, number: int) -> None:
+    (tmp_path / "tier.yaml").write_text(f"{key}: {given}\n")
+    assert getattr(TierConfig.from_file(tmp_path / "tier.yaml"), key) == number
+    if not given.isdecimal():
+        assert getattr(TierConfig(**{key: given}), key) == number  # type: ignore[arg-type]
+    monkeypatch.setenv(f"KVTIER_{key.upper()}", given)
+    assert getattr(TierConfig(), key) == number
+
+
+@pytest.mark.parametrize("key", ["nvme_directory", "request_directory_root"])
+def test_a_relative_folder_stays_where_it_was_when_it_was_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "tier.toml").write_text(f'{key} = "kv"\n')
+    monkeypatch.chdir(tmp_path)
+    config = TierConfig.from_file("elsewhere/tier.toml")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert getattr(config, key) == tmp_path / "kv"
+    assert {row[0]: row[1] for row in config.effective()}[key] == str(tmp_path / "kv")
+
+
+def test_a_relative_folder_without_a_working_directory_is_a_config_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ConfigError, match=r"nvme_directory='kv': relative.*write the path out"):
+        TierConfig(nvme_directory="kv")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("settings", "message"), [
     ({"primary": 8}, r'primary=8: a size needs a unit; write "8 blocks"'),
     ({"primary": "8"}, r'primary=\'8\': a size needs a unit; write "8 blocks"'),
@@ -152,6 +206,8 @@ def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
     ({"nvme_offload_min_priority": -1}, "must be at least 0"),
     ({"keep_backing": 1}, "must be true or false"),
     ({"gds": "always"}, "'required', 'auto' or 'off'"),
+    ({"gds": True}, 'must be "required", "auto" or "off".*write "auto"'),
+    ({"nvme_offload_min_priority": "HIHG"}, r"from 0 to 100, or one of HIGH \(80\), MEDIUM \(35\), LOW \(10\)"),
     ({"policy": "fifo"}, "'default', 'lru', 'halving' or 'seen-first'"),
     ({"write_ahead_share": 1.5}, "must be at most 1"),
     ({"write_ahead_share": float("nan")}, "finite"),
@@ -166,7 +222,9 @@ def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
     ({"nvme_directory": "/data/$NOT_SET_ANYWHERE"}, r"\$NOT_SET_ANYWHERE is not set"),
     ({"nvme_directory": "${NOT_SET_ANYWHERE}/x"}, r"NOT_SET_ANYWHERE\} is not set"),
     ({"nvme_directory": "~nobody-of-this-name/x"}, "cannot be expanded"),
-    ({"nvme": "1 blocks"}, "nvme_directory"),
+    ({"nvme": "1 blocks"}, "a folder .*and a secondary level.*set nvme_directory=.* and for example secondary="),
+    ({"nvme": "1 blocks", "secondary": "1 blocks"}, r"wants a folder for its files; set nvme_directory=\.\.\.$"),
+    ({"nvme": "1 blocks", "gds": "required"}, r"wants a folder for its files; set nvme_directory=\.\.\.$"),
     ({"nvme": "1 blocks", "nvme_directory": "x"}, "needs GPUDirect Storage; set"),
     ({"nvme": ["0 blocks", "1 blocks"], "secondary": ["1 blocks", "0 blocks"], "nvme_directory": "x"}, "needs GPUDirect"),
     ({"faults": 3}, "must be a Faults"),
@@ -310,6 +368,9 @@ def test_a_value_that_cannot_be_read_is_refused_with_the_file_or_variable_that_i
     ("a.yaml", "primary: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
     ("a.toml", "primary = " + "[" * 3000 + "]" * 3000, "nested too deeply"),
     ("a.toml", "primary." + "a." * 3000 + "a = 1", "inside each other"),
+    ("a.yaml", "primary: 1 blocks\nrank: 0\nprimary: 2 blocks\n", "'primary' stands twice, on lines 1 and 3; correct the file"),
+    ("a.yaml", '{"primary": "1 blocks",\nprimary: 2 blocks}', "'primary' stands twice, on lines 1 and 2"),
+    ("a.yaml", "gds: on", r"file .*a\.yaml: gds=True: .*YAML reads on and yes as true"),
     ("a.yaml", "primary: &a [*a]", "inside each other"), ("a.yaml", "primary: [[8 blocks]]", "inside each other")])
 def test_a_bad_file_is_a_config_error(tmp_path: Path, name: str, text: str | bytes, message: str) -> None:
     file = tmp_path / name
