@@ -102,6 +102,7 @@ class TierStore:
             RequestError: as of ``TierIndex.lookup``.
         """
         self.index.prefetch((), group)  # checks the group
+        keys = arguments.content_keys(keys)  # nothing that the ledger is asked in a turn may be of another kind
         with self.index.locked() as ledger:
             known = ledger.allocators[group].warm
             found = next((place for place, key in enumerate(keys) if key not in known), len(keys))
