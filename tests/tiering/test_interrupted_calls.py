@@ -18,6 +18,7 @@ from tier_rig import PATIENCE, TierRig, keys, on_nvme, until
 
 import kvtier
 from kvtier.errors import KVTierError
+from kvtier.io.page_copier import HostPageCopier
 from kvtier.pools.page_layout import PageGroup, PageLayout
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.ledger.key_ledger import KeyLedger
@@ -404,3 +405,25 @@ def test_whoever_waits_for_a_sequence_of_a_manager_that_breaks_is_told(make_cach
     thread.join(2 * PATIENCE)
     assert told
     assert "is broken: MemoryError" in told[0]
+
+
+@pytest.mark.parametrize("inner", ["write", "read"])
+def test_a_signal_handler_that_uses_the_store_between_two_turns_of_a_call_ends_nothing_of_it(inner: str,
+                                                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_store() as store:
+        copy = HostPageCopier.store
+        refused: list[KVTierError] = []
+
+        def interrupted(self: HostPageCopier, runs: Any) -> None:
+            if not refused:
+                with pytest.raises(KVTierError, match="nothing was done") as caught:  # else this job's slots are OLD's now
+                    write(store, OLD) if inner == "write" else read(store, OLD)
+                refused.append(caught.value)
+            copy(self, runs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HostPageCopier, "store", interrupted)
+            assert write(store, NEW) == [True] * COUNT
+        assert refused
+        assert read(store, NEW) == COUNT
+        assert not store.index.broken
