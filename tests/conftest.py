@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,8 @@ _OF_THE_CALLER: Final = re.compile(
 
 for _name in filter(_OF_THE_CALLER.fullmatch, list(os.environ)):  # here: some are read when a package is imported
     del os.environ[_name]
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs so, and whatever the tests start would take it over
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 with suppress(ModuleNotFoundError):  # `make test-gpu` does without hypothesis
     from hypothesis import HealthCheck, Phase, settings

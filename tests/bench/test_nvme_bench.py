@@ -350,7 +350,7 @@ def test_a_run_that_is_ended_leaves_nothing_on_the_drive(tmp_path: Path, number:
         _, errors = running.communicate(timeout=240.0)
     finally:
         running.kill()
-    assert running.returncode == code
+    assert running.returncode == code, errors
     assert errors.startswith("kvtier: ")
     assert errors.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
