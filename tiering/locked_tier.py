@@ -233,16 +233,17 @@ class LockedTier(Generic[LedgerT]):
         with self._submit_lock:
             records: list[Move | Discard] = []
             try:
-                while self._outbox:
-                    records.append(self._outbox.popleft())
-                if records:
-                    self.transfers.issue(records)
+                try:
+                    while self._outbox:
+                        records.append(self._outbox.popleft())
+                    if records:
+                        self.transfers.issue(records)
+                finally:
+                    self._num_issued += len(records)
             except BaseException as error:
                 if not isinstance(error, KVTierError):  # records may be lost: copies that are never made, of content that is served
                     self._break(f"{type(error).__name__} while transfers were issued")
                 raise
-            finally:
-                self._num_issued += len(records)
         if records:
             self.transfers.let_begin()
 
