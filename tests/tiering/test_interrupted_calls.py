@@ -349,6 +349,19 @@ def test_a_time_out_while_copies_are_issued_breaks_the_manager(make_cache: Calla
     assert "TimeIsOver while transfers were issued" in cache.broken
 
 
+def test_an_interrupt_between_copies_and_their_number_breaks_the_manager(make_cache: Callable[..., kvtier.KVCacheManager]) -> None:
+    """With a number that stays behind, whoever waits for a sequence would wait for ever."""
+    class Interrupted:
+        def __iadd__(self, _count: int) -> Any:
+            raise KeyboardInterrupt
+
+    cache = make_cache(2, 4, 0)
+    cache._num_issued = Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        cache.add_sequence(kvtier.Request(1, list(range(8))))
+    assert "while transfers were issued" in cache.broken
+
+
 def test_a_time_out_while_ends_of_transfers_are_told_breaks_the_manager(make_cache: Callable[..., kvtier.KVCacheManager],
                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     def time_is_over(*_given: Any) -> Any:
