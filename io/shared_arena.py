@@ -195,7 +195,7 @@ def remove_stale(folder: Path, but: Path | None = None) -> int:
         with suppress(OSError):  # gone meanwhile, or somebody else's
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                if _lock_file(file, fcntl.LOCK_EX):
+                if _lock_file(file, fcntl.LOCK_EX) and _is_linked(path, file):  # else it is gone, and the name may be another's
                     os.unlink(path)
                     count += 1
                     _log.warning("%s: removed, its processes have ended without removing it", path)

@@ -36,6 +36,8 @@ def alone_on(folder: Path, timeout: float = TURN_SECONDS) -> Iterator[None]:
         yield
     finally:
         if file >= 0:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open for longer
             os.close(file)
 
 

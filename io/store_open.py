@@ -69,10 +69,11 @@ def open_store(directory: str | Path, namespace: str, geometries: Sequence[NvmeG
             lost_slabs = [group for group in range(len(geometries))
                           if home.identity.num_slots[group] > 0 and not home.slab_path(group).exists()]
             slabs = _open_slabs(home, geometries, lost_slabs, faults, undo)
-            with alone_on(home.path):
-                _require_space(home, slabs, free_space_reserve)
-                for slab in slabs:
-                    if slab.file.size() < slab.geometry.file_bytes:
+            growing = [slab for slab in slabs if slab.file.size() < slab.geometry.file_bytes]
+            if growing:  # who has its space already waits for nobody
+                with alone_on(home.path):
+                    _require_space(home, growing, free_space_reserve)
+                    for slab in growing:
                         slab.file.resize(slab.geometry.file_bytes)
             manifest, was_damaged, dropped, recovered = _open_manifest(home, slabs, sync, rebuild)
             undo.callback(manifest.close, _CLOSE_SECONDS)
@@ -111,8 +112,8 @@ def _open_slabs(home: StoreDirectory, geometries: Sequence[NvmeGeometry], lost_s
 
 
 def _require_space(home: StoreDirectory, slabs: Sequence[SlabFile], free_space_reserve: int | None) -> None:
-    """The cap counts what is already there: only what the slabs still have to grow by needs room."""
-    wanted = sum(max(0, slab.geometry.file_bytes - slab.file.allocated()) for slab in slabs if slab.file.size() < slab.geometry.file_bytes)
+    """Of slabs that grow. The cap counts what is already there: only what the slabs still have to grow by needs room."""
+    wanted = sum(max(0, slab.geometry.file_bytes - slab.file.allocated()) for slab in slabs)
     if wanted == 0:
         return
     reserve = default_reserve(home.path) if free_space_reserve is None else free_space_reserve

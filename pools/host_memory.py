@@ -7,6 +7,7 @@ out-of-memory killer. Reads ``/proc`` and ``/sys`` only; ``root`` is for tests.
 from __future__ import annotations
 
 import os
+import re
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 
+_OCTAL: Final = re.compile(rb"\\([0-7]{3})")  # how mountinfo writes spaces
 _UNLIMITED_ABOVE: Final = 1 << 60  # cgroup v1 writes "no limit" as a number close to 2**63
 
 
@@ -93,15 +95,15 @@ def mount_of(folder: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> tu
     best = ("unknown", "/")
     depth = -1
     try:
-        lines = mountinfo.read_text().splitlines()
+        lines = mountinfo.read_bytes().rstrip(b"\n").split(b"\n")
     except OSError:
         return best
     for line in lines:
-        before, _, after = line.partition(" - ")
-        mount = Path(before.split()[4].encode().decode("unicode_escape"))  # spaces are written \040
+        before, _, after = line.partition(b" - ")
+        mount = Path(os.fsdecode(_OCTAL.sub(lambda found: bytes([int(found[1], 8)]), before.split(b" ")[4])))
         # Of mounts on the same folder the last one hides the others.
         if (mount == resolved or mount in resolved.parents) and len(mount.parts) >= depth:
-            best, depth = (after.split()[0], str(mount)), len(mount.parts)
+            best, depth = (os.fsdecode(after.split(b" ")[0]), str(mount)), len(mount.parts)
     return best
 
 

@@ -59,3 +59,9 @@ def test_a_reader_who_has_had_enough_sees_no_traceback(trace: Path, command: lis
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_what_is_for_a_standard_error_that_is_closed_does_not_come_out_of_the_standard_output(tmp_path: Path) -> None:
+    done = subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "sh", *KVTIER, "store", "verify", str(tmp_path / "none")], stdout=subprocess.PIPE,
+                          timeout=120, env=AROUND, check=False)
+    assert (done.returncode, done.stdout) == (2, b"")

@@ -7,6 +7,7 @@ from operator import index
 from typing import Final
 
 from kvtier.errors import RequestError
+from kvtier.tiering.ledger.keyed_level import KEY_BYTES, SHORT_KEY_BYTES
 from kvtier.tiering.ledger.request import Request
 from kvtier.types import Level
 
@@ -47,6 +48,16 @@ def sequence_of(name: str, value: object) -> None:
     """Raise RequestError unless ``value`` is a list or another sequence (no string)."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise RequestError(f"{name}={value!r}: pass a list")
+
+
+def content_keys(value: object) -> list[bytes]:
+    """Content keys in a list of their own. Raises RequestError unless they are some, in a list."""
+    sequence_of("keys", value)
+    assert isinstance(value, Sequence)
+    for key in value:
+        if type(key) is not bytes or not (0 < len(key) <= SHORT_KEY_BYTES or len(key) == KEY_BYTES):
+            raise RequestError(f"key {key!r}: a content key is bytes, {KEY_BYTES} or 1 to {SHORT_KEY_BYTES} of them")
+    return list(value)
 
 
 def whole_numbers(name: str, values: Iterable[int]) -> list[int]:

@@ -223,6 +223,13 @@ class TierCore(LockedTier[Ledger]):
         for pools in self.pools:
             pools.close()
 
+    def _tears(self, error: BaseException) -> bool:
+        """Hooks of others are asked within turns, before anything changes, and may raise whatever they like. A signal handler may raise the
+        same from anywhere, where SIGALRM ends a call for example. So the ledger itself is asked, which takes a while and is seldom."""
+        if not super()._tears(error):
+            return False
+        return isinstance(error, MemoryError) or not isinstance(error, Exception) or not _is_sound(self._ledger)
+
     def _break(self, what: str) -> None:
         super()._break(what)
         self.transfers.tell_listeners()  # whoever waits for a sequence is told, too
@@ -284,6 +291,14 @@ class TierCore(LockedTier[Ledger]):
         store = self._open_nvme(directory, namespace, geometries)
         self._ledger.adopt_store(store.stored_blocks(), store.quarantined())
         return store
+
+
+def _is_sound(ledger: Ledger) -> bool:
+    try:
+        verify(ledger)
+    except Exception:  # LedgerError, or whatever one that contradicts itself leads to
+        return False
+    return True
 
 
 _KINDS: Final = {"attention": FULL, "mla": FULL, "recurrent": RECURRENT, "cross": CROSS}

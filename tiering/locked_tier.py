@@ -209,8 +209,7 @@ class LockedTier(Generic[LedgerT]):
         self._queue_records(self._ledger.moves.take())
 
     def _tears(self, error: BaseException) -> bool:
-        """Hooks of others are asked within turns, before anything changes, and may raise whatever they like."""
-        return isinstance(error, MemoryError) or not isinstance(error, Exception)
+        return not isinstance(error, KVTierError)
 
     def _break(self, what: str) -> None:
         if not self._broken:
@@ -235,16 +234,17 @@ class LockedTier(Generic[LedgerT]):
         with self._submit_lock:
             records: list[Move | Discard] = []
             try:
-                while self._outbox:
-                    records.append(self._outbox.popleft())
-                if records:
-                    self.transfers.issue(records)
+                try:
+                    while self._outbox:
+                        records.append(self._outbox.popleft())
+                    if records:
+                        self.transfers.issue(records)
+                finally:
+                    self._num_issued += len(records)
             except BaseException as error:
-                if self._tears(error):
+                if not isinstance(error, KVTierError):  # records may be lost: copies that are never made, of content that is served
                     self._break(f"{type(error).__name__} while transfers were issued")
                 raise
-            finally:
-                self._num_issued += len(records)
         if records:
             self.transfers.let_begin()
 

@@ -23,7 +23,6 @@ from kvtier.tiering.ledger.key_events import KeyEvent
 from kvtier.tiering.ledger.key_finding import HIT, MISS, PENDING, RETRY
 from kvtier.tiering.ledger.key_jobs import KeyRequest, RequestId
 from kvtier.tiering.ledger.key_ledger import KeyLedger
-from kvtier.tiering.ledger.keyed_level import KEY_BYTES, SHORT_KEY_BYTES
 from kvtier.tiering.tier_index_core import TierIndexCore
 from kvtier.tiering.tier_messages import KeyState, LoadPlan, Lookup, StorePlan
 
@@ -287,12 +286,7 @@ class TierIndex(TierIndexCore):
     def _checked_keys(self, keys: Sequence[bytes], group: int) -> list[bytes]:
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(self.layout.groups):
             raise RequestError(f"group={group!r}: this layout has groups 0..{len(self.layout.groups) - 1}")
-        arguments.sequence_of("keys", keys)
-        checked = list(keys)
-        for key in checked:
-            if type(key) is not bytes or not (0 < len(key) <= SHORT_KEY_BYTES or len(key) == KEY_BYTES):
-                raise RequestError(f"key {key!r}: a content key is bytes, {KEY_BYTES} or 1 to {SHORT_KEY_BYTES} of them")
-        return checked
+        return arguments.content_keys(keys)
 
 
 def _checked_priority(priority: int | str) -> int:

@@ -198,9 +198,6 @@ class TierIndexCore(LockedTier[KeyLedger]):
 
     # -- inside ----------------------------------------------------------------------------------------------------------
 
-    def _tears(self, error: BaseException) -> bool:
-        return not isinstance(error, KVTierError)
-
     def _break(self, what: str) -> None:
         if not self._broken:
             self._orphans = {**self._ledger.jobs, **self._ledger.abandoned}

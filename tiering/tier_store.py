@@ -12,13 +12,14 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import TracebackType
-from typing import Final, Self
+from types import FrameType, TracebackType
+from typing import Final, NamedTuple, Self
 
 import torch
 
@@ -41,6 +42,13 @@ _log = logging.getLogger(__name__)
 JOB_PAGES: Final = 32
 """Pages that are copied at a time: while some are copied, the next ones are read from NVMe."""
 _LOOK_AGAIN: Final = 0.05  # seconds
+
+
+class _Call(NamedTuple):
+    """A call of a thread: its request, and where it runs."""
+
+    request_id: str
+    frame: FrameType
 
 
 class TierStore:
@@ -72,7 +80,7 @@ class TierStore:
         self._numbers = itertools.count()
         self._is_closed = False
         self._closing = threading.RLock()
-        self._calls: dict[int, str] = {}  # by thread, the request of its call in flight
+        self._calls: dict[int, _Call] = {}  # by thread, its call in flight
         self.index = TierIndex(layout, config, model=model, engine_id=engine_id, fingerprint=fingerprint, lookup_timeout=read_timeout)
         self.index.shown_name = type(self).__name__
         try:
@@ -103,6 +111,7 @@ class TierStore:
             RequestError: as of ``TierIndex.lookup``.
         """
         self.index.prefetch((), group)  # checks the group
+        keys = arguments.content_keys(keys)  # nothing that the ledger is asked in a turn may be of another kind
         with self.index.locked() as ledger:
             known = ledger.allocators[group].warm
             found = next((place for place, key in enumerate(keys) if key not in known), len(keys))
@@ -237,31 +246,36 @@ class TierStore:
         while self._calls:
             if time.monotonic() >= deadline:
                 return False
-            for request_id in list(self._calls.values()):
-                self.index.end_request(request_id)
+            for call in list(self._calls.values()):
+                self.index.end_request(call.request_id)
             time.sleep(_LOOK_AGAIN)
         return True
 
     @contextmanager
     def _request(self, kind: str) -> Iterator[str]:
         """A request of the index that ends with the call, and its leases and jobs with it. The arena stays as long as there is one."""
-        self._end_left_over()
         caller, request_id = threading.get_ident(), f"{kind}-{next(self._numbers)}"
+        earlier = self._calls.get(caller)
+        if earlier is not None and _runs_here(earlier.frame):  # this comes out of a signal handler, and that call will copy yet
+            raise KVTierError(f"{kind}: called in the middle of another one of the same thread; nothing was done")
+        self._end_left_over()
         try:
-            self._calls[caller] = request_id
+            self._calls[caller] = _Call(request_id, sys._getframe(2))  # behind contextlib's
             if self._is_closed:  # asked behind the entry, and said before close() looks for entries: one of the two sees the other
                 raise KVTierError("this TierStore is closed; make a new one")
             yield request_id
         finally:
-            if self._calls.get(caller) == request_id:
+            call = self._calls.get(caller)
+            if call is not None and call.request_id == request_id:
                 self._end_left_over()
 
     def _end_left_over(self) -> None:
         """End this thread's call, which copies nothing any more; where an exception keeps it from that, the thread's next one does it."""
         caller = threading.get_ident()
-        request_id = self._calls.get(caller)
-        if request_id is None:
+        call = self._calls.get(caller)
+        if call is None:
             return
+        request_id = call.request_id
         with suppress(KVTierError), self.index.locked() as ledger:  # a closed index has ended everything
             for job in [job for job in ledger.jobs.values() if job.request_id == request_id]:
                 ledger.cancel(job)
@@ -322,3 +336,11 @@ class TierStore:
         rows = min((tensor.shape[0] for tensor in tensors), default=0)
         if len(pages) and not 0 <= min(pages) <= max(pages) < rows:
             raise RequestError(f"pages={list(pages)[:8]}: the tensors have rows 0..{rows - 1}")
+
+
+def _runs_here(frame: FrameType) -> bool:
+    """Whether this thread is within it."""
+    inner: FrameType | None = sys._getframe(1)
+    while inner is not None and inner is not frame:
+        inner = inner.f_back
+    return inner is not None

@@ -11,13 +11,19 @@ from __future__ import annotations
 import sys
 import threading
 from contextlib import suppress
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from types import FrameType, TracebackType
 from typing import Final, Generic, Protocol, TypeVar
+
+from kvtier.errors import KVTierError
 
 LedgerT_co = TypeVar("LedgerT_co", covariant=True)
 
 LOOK_SECONDS: Final = 1.0
 """Whoever waits for a turn looks so often whether anybody has it at all. No turn is ended by that: a slow one has its frame."""
+
+_MAY_REST: Final = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
+"""Of code whose frames are on no stack between two of their steps."""
 
 
 class Tier(Protocol[LedgerT_co]):
@@ -35,7 +41,7 @@ class Tier(Protocol[LedgerT_co]):
         """It has ended; no lock is held."""
 
     def _tears(self, error: BaseException) -> bool:
-        """Whether an exception that leaves a turn may have landed in the middle of a change."""
+        """Whether an exception that leaves a turn may have landed in the middle of a change. The lock is still held."""
 
     def _break(self, what: str) -> None:
         """That is what has happened. May be called again."""
@@ -64,8 +70,8 @@ class Turn(Generic[LedgerT_co]):
             return tier._begin()
         except BaseException as error:
             if self._inside is frame:
-                if tier._tears(error):
-                    tier._break(f"{type(error).__name__} in the middle of a call")
+                if not isinstance(error, KVTierError):  # ends of transfers may have been taken and not told
+                    tier._break(f"{type(error).__name__} at the beginning of a call")
                 self._inside = None
             self.give_back()
             raise
@@ -113,4 +119,6 @@ class Turn(Generic[LedgerT_co]):
                 return False
             if frame.f_back is not None:
                 frames.append(frame.f_back)
-        return inside is not None and self._inside is inside
+            elif frame.f_code.co_flags & _MAY_REST:  # has come to rest since: who was behind it is not known any more
+                return False
+        return inside is not None and not inside.f_code.co_flags & _MAY_REST and self._inside is inside

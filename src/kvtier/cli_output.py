@@ -24,6 +24,9 @@ def prepare_streams() -> None:
             os.fstat(descriptor)
         except OSError:  # closed: the next file that is opened, a store's slab say, would be what others take for the standard output
             os.open(os.devnull, os.O_RDWR)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # Python found it closed; print to a standard error that is None writes to the standard output
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for as long as the process lives)
     codecs.register_error(_HANDLER, _plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

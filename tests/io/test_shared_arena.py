@@ -161,6 +161,23 @@ def test_what_a_killed_process_left_is_made_anew_or_removed_by_the_next_one(tmp_
     assert not stale.exists(), "the last one removes it"
 
 
+def test_an_arena_made_anew_under_the_name_of_a_stale_one_is_not_taken_for_it(tmp_path: Path, opened: list[SharedArena],
+                                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    old = open_in(tmp_path, opened)
+    lock_file = shared_arena._lock_file
+
+    def late(file: int, how: int) -> bool:
+        """Between opening the file and locking it, its last process ends and the next one starts."""
+        monkeypatch.setattr(shared_arena, "_lock_file", lock_file)
+        old.close()
+        open_in(tmp_path, opened)
+        return lock_file(file, how)
+
+    monkeypatch.setattr(shared_arena, "_lock_file", late)
+    assert remove_stale(tmp_path) == 0
+    assert opened[-1].path.exists()
+
+
 STAGES = {"created": "_lock_file", "empty": "posix_fallocate", "without a header": "pwrite", "not marked as ready": "pwrite",
           "made": "_is_ready"}
 

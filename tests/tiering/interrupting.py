@@ -15,9 +15,9 @@ import kvtier.tiering
 OURS = str(Path(kvtier.tiering.__file__).parent)
 
 
-def cut_short(call: Callable[[], Any], place: int) -> bool:
-    """Make the call. KeyboardInterrupt comes at the place of this number, of those that its thread passes in ``kvtier.tiering``; False when
-    the call was over before."""
+def cut_short(call: Callable[[], Any], place: int, kind: type[BaseException] = KeyboardInterrupt) -> bool:
+    """Make the call. An exception of this kind comes at the place of this number, of those that its thread passes in
+    ``kvtier.tiering``; False when the call was over before."""
     count = 0
 
     def look(frame: FrameType, event: str, _argument: object) -> None:
@@ -25,14 +25,14 @@ def cut_short(call: Callable[[], Any], place: int) -> bool:
         if event in ("call", "c_return") and frame.f_code.co_filename.startswith(OURS):
             count += 1
             if count == place + 1:
-                raise KeyboardInterrupt
+                raise kind
 
     before = sys.getprofile()
     gc.disable()  # where it runs a finaliser, an exception is ignored
     sys.setprofile(look)
     try:
         call()
-    except KeyboardInterrupt:
+    except kind:
         return True
     finally:
         sys.setprofile(before)

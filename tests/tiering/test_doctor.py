@@ -203,6 +203,9 @@ def test_the_deepest_and_latest_mount_holds_a_folder(tmp_path: Path) -> None:
     assert mount_of(Path("/data/kv"), info) == ("tmpfs", "/data")
     assert mount_of(Path("/data dir"), info) == ("btrfs", "/data dir")
     assert mount_of(Path("/database"), info) == ("ext4", "/")
+    with info.open("ab") as file:  # names are bytes
+        file.write("5 1 8:4 / /dätä rw - xfs /dev/y rw\n".encode() + b"6 1 8:5 / /\xff\x0b rw - ext4 /dev/z rw\n")
+    assert mount_of(Path("/dätä/kv"), info) == ("xfs", "/dätä")
     assert mount_of(Path("/etc"), tmp_path / "none") == ("unknown", "/")
 
 

@@ -4,9 +4,10 @@ it is broken, says so once, and answers as a tier does that fails. Never another
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tier_rig import PATIENCE, TierRig, keys, on_nvme, until
 
 import kvtier
 from kvtier.errors import KVTierError
+from kvtier.io.page_copier import HostPageCopier
 from kvtier.pools.page_layout import PageGroup, PageLayout
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.ledger.key_ledger import KeyLedger
@@ -226,6 +228,55 @@ def test_a_slow_turn_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         rig.index.end_request("reader")
 
 
+def test_a_turn_within_a_generator_that_comes_to_rest_while_somebody_looks_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with TierRig() as rig:
+        is_inside, may_rest, rests, may_end = (threading.Event() for _ in range(4))
+
+        def steps() -> Iterator[None]:
+            is_inside.set()
+            may_rest.wait(PATIENCE)
+            yield
+
+        def hold() -> None:
+            with rig.index.locked():
+                walk = steps()
+                next(walk)
+                rests.set()
+                may_end.wait(PATIENCE)
+
+        current_frames = sys._current_frames
+
+        def frames() -> dict[int, Any]:
+            found = current_frames()
+            may_rest.set()
+            assert rests.wait(PATIENCE)
+            return found
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert is_inside.wait(PATIENCE)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "_current_frames", frames)
+            was_left = rig.index.turn._is_left_behind()
+        may_end.set()
+        thread.join(PATIENCE)
+        assert not was_left
+
+
+def test_a_turn_taken_in_a_generator_is_not_left_behind_while_that_rests() -> None:
+    with TierRig() as rig:
+
+        def steps() -> Iterator[None]:
+            with rig.index.locked():
+                yield
+
+        walk = steps()
+        next(walk)
+        assert not rig.index.turn._is_left_behind()
+        list(walk)
+        assert rig.index.stats().leases == 0
+
+
 def test_a_signal_handler_that_calls_into_the_middle_of_a_call_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[KeyState] = []
     store = open_store()
@@ -246,8 +297,13 @@ def test_a_signal_handler_that_calls_into_the_middle_of_a_call_finds_nothing(mon
     assert store.index._everything_let_go
 
 
+class TimeIsOver(Exception):
+    """What a handler of SIGALRM raises."""
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeIsOver])
 def test_a_manager_that_was_cut_short_refuses_every_call_but_close(make_cache: Callable[..., kvtier.KVCacheManager],
-                                                                   caplog: pytest.LogCaptureFixture) -> None:
+                                                                   caplog: pytest.LogCaptureFixture, kind: type[BaseException]) -> None:
     def admit(cache: kvtier.KVCacheManager) -> None:
         cache.add_sequence(kvtier.Request(2, list(range(100, 113))))
         cache.append_tokens(2, [7])
@@ -258,21 +314,80 @@ def test_a_manager_that_was_cut_short_refuses_every_call_but_close(make_cache: C
         caplog.clear()
         cache = make_cache(8, 4, 0)
         cache.add_sequence(kvtier.Request(1, list(range(13))))
-        if not cut_short(lambda cache=cache: admit(cache), place):
+        if not cut_short(lambda cache=cache: admit(cache), place, kind):
             break
         if cache.broken:
             num_broken += 1
             for call in (cache.refresh, cache.stats, lambda cache=cache: cache.remove_sequence(1), cache.reset, cache.flush):
-                with pytest.raises(KVTierError, match=r"is broken: KeyboardInterrupt.* make a new one"):
+                with pytest.raises(KVTierError, match=r"is broken: .* make a new one"):
                     call()
             assert sum("is broken" in record.getMessage() for record in caplog.records) == 1
         else:
+            assert cache._all_issued, "whoever waits for a sequence would wait for ever"
             cache.verify()
             cache.remove_sequence(1)
         cache.close()
         assert cache._everything_let_go
-        place += 19
+        place += 7
     assert num_broken
+
+
+def test_a_time_out_while_copies_are_issued_breaks_the_manager(make_cache: Callable[..., kvtier.KVCacheManager],
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that were taken out of the queue and are never made would be waited for, or taken for made."""
+    def time_is_over(*_given: Any) -> Any:
+        raise TimeIsOver
+
+    cache = make_cache(2, 4, 0)
+    cache.add_sequence(kvtier.Request(1, list(range(8))))
+    cache.mark_computed(1, 8)
+    cache.remove_sequence(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.transfers, "issue", time_is_over)
+        with pytest.raises(TimeIsOver):
+            cache.add_sequence(kvtier.Request(2, list(range(100, 108))))
+    assert "TimeIsOver while transfers were issued" in cache.broken
+
+
+def test_an_interrupt_between_copies_and_their_number_breaks_the_manager(make_cache: Callable[..., kvtier.KVCacheManager]) -> None:
+    """With a number that stays behind, whoever waits for a sequence would wait for ever."""
+    class Interrupted:
+        def __iadd__(self, _count: int) -> Any:
+            raise KeyboardInterrupt
+
+    cache = make_cache(2, 4, 0)
+    cache._num_issued = Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        cache.add_sequence(kvtier.Request(1, list(range(8))))
+    assert "while transfers were issued" in cache.broken
+
+
+def test_a_time_out_while_ends_of_transfers_are_told_breaks_the_manager(make_cache: Callable[..., kvtier.KVCacheManager],
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_is_over(*_given: Any) -> Any:
+        raise TimeIsOver
+
+    cache = make_cache(8, 4, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.transfers, "drain", time_is_over)
+        with pytest.raises(TimeIsOver):
+            cache.refresh()
+    assert "TimeIsOver at the beginning of a call" in cache.broken
+
+
+def test_what_a_hook_raises_breaks_nothing(make_cache: Callable[..., kvtier.KVCacheManager]) -> None:
+    class Elsewhere:
+        def num_new_matched_tokens(self, _request: kvtier.Request, _num_matched: int) -> int:
+            raise TimeIsOver
+
+    cache = make_cache(8, 4, 0)
+    cache.set_inbound(Elsewhere())
+    with pytest.raises(TimeIsOver):
+        cache.add_sequence(kvtier.Request(1, list(range(13))))
+    assert not cache.broken
+    cache.set_inbound(None)
+    cache.add_sequence(kvtier.Request(1, list(range(13))))
+    cache.remove_sequence(1)
 
 
 def test_whoever_waits_for_a_sequence_of_a_manager_that_breaks_is_told(make_cache: Callable[..., kvtier.KVCacheManager],
@@ -304,3 +419,25 @@ def test_whoever_waits_for_a_sequence_of_a_manager_that_breaks_is_told(make_cach
     thread.join(2 * PATIENCE)
     assert told
     assert "is broken: MemoryError" in told[0]
+
+
+@pytest.mark.parametrize("inner", ["write", "read"])
+def test_a_signal_handler_that_uses_the_store_between_two_turns_of_a_call_ends_nothing_of_it(inner: str,
+                                                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_store() as store:
+        copy = HostPageCopier.store
+        refused: list[KVTierError] = []
+
+        def interrupted(self: HostPageCopier, runs: Any) -> None:
+            if not refused:
+                with pytest.raises(KVTierError, match="nothing was done") as caught:  # else this job's slots are OLD's now
+                    write(store, OLD) if inner == "write" else read(store, OLD)
+                refused.append(caught.value)
+            copy(self, runs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HostPageCopier, "store", interrupted)
+            assert write(store, NEW) == [True] * COUNT
+        assert refused
+        assert read(store, NEW) == COUNT
+        assert not store.index.broken

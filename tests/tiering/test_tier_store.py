@@ -361,6 +361,15 @@ def test_tensors_that_do_not_fit_are_refused_and_nothing_is_copied(make: Callabl
     assert store.count(keys(1)) == 0
 
 
+@pytest.mark.parametrize("bad", [None, [[1]], [bytearray(32)], b"key", iter([b"key"])],
+                         ids=["None", "list", "bytearray", "bytes", "iterator"])
+def test_bad_keys_are_refused_before_the_ledger_is_asked(make: Callable[..., TierStore], bad: Any) -> None:
+    with make() as store:
+        with pytest.raises(RequestError, match="key"):
+            store.count(bad)
+        assert not store.index.broken
+
+
 def test_bad_keys_groups_and_layouts_are_refused(make: Callable[..., TierStore]) -> None:
     store = make()
     with pytest.raises(RequestError, match="content key"):

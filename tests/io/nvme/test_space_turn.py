@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -75,3 +76,37 @@ def test_where_the_mount_point_cannot_be_opened_it_goes_on(tmp_path: Path, monke
     monkeypatch.setattr(space_turn, "mount_of", lambda _folder: ("ext4", str(tmp_path / "missing")))
     with alone_on(tmp_path):
         pass
+
+
+def test_a_child_that_was_forked_during_a_turn_does_not_keep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                               caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(space_turn, "mount_of", lambda _folder: ("ext4", str(tmp_path)))
+    copies: list[int] = []
+    open_file = os.open
+
+    def shared(*arguments: Any) -> int:
+        file = open_file(*arguments)
+        copies.append(os.dup(file))  # as a child has it
+        return file
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(space_turn.os, "open", shared)
+            with alone_on(tmp_path):
+                assert len(copies) == 1
+        with alone_on(tmp_path, timeout=0.0):
+            assert not caplog.text
+    finally:
+        for copy in copies:
+            os.close(copy)
+
+
+def test_a_store_that_has_its_space_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_first in (True, False):
+        store = open_store(tmp_path, "{}", GEOMETRIES, free_space_reserve=0)
+        store.manifest.close(10.0)
+        for slab in store.slabs:
+            slab.file.close()
+        store.home.close()
+        if is_first:
+            monkeypatch.setattr(store_open, "alone_on", lambda _folder: pytest.fail("it took a turn"))
