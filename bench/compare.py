@@ -1,8 +1,9 @@
 """Two runs of a benchmark on the same machine, row by row: what has become worse beyond noise (``--compare``).
 
 A row is worse or better when the ranges of both runs do not touch *and* the medians differ by more than 5 % of the larger one, or by more
-than the limit differs from itself in one of the two runs (the row's ``noise``), whichever is more. Ratios (unit x) are not judged: what
-they are made of is. Pure: documents in, a verdict for each row out.
+than the limit differs from itself in one of the two runs (the row's ``noise``), whichever is more. Where both runs measured the row beside
+one limit, its ratio to that must have moved the same way by as much: otherwise the machine was busier or freer, not the code slower or
+faster. Ratios (unit x) are not judged: what they are made of is. Pure: documents in, a verdict for each row out.
 """
 
 from __future__ import annotations
@@ -47,7 +48,13 @@ class Verdict(enum.StrEnum):
     INVALID = "INVALID"
     NEW = "new"
     MISSING = "missing"
+    MACHINE = "machine"
     NOT_JUDGED = "not judged"
+
+
+MACHINE_MEANS: Final = ("machine: beside its limit, measured in the same run, the row is as it was, or moved the other way; so what "
+                        "changed is how busy the machine was")
+"""Below a table that has such rows."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,8 @@ class Comparison:
             yield ", ".join([f"compared with {self.old}: nothing differs beyond noise, over {rows}", *others])
         else:
             yield ", ".join([f"{rows} within noise", *others])
+        if counts[Verdict.MACHINE]:
+            yield MACHINE_MEANS
         yield from self.remarks
 
     def _table(self, changed: Sequence[Change]) -> Table:
@@ -183,11 +192,15 @@ def judge(old: ResultRow, new: ResultRow, noise: float = 0.0) -> Verdict:
     larger_is_better = LARGER_IS_BETTER.get(old.unit)
     if larger_is_better is None or old.unit != new.unit:
         return Verdict.NOT_JUDGED
+    least = max(LEAST_CHANGE, noise)
     is_apart = new.low > old.high or new.high < old.low
-    change = abs(new.median - old.median)
-    if not is_apart or change <= max(LEAST_CHANGE, noise) * max(abs(old.median), abs(new.median)):
+    if not is_apart or not _differ(old.median, new.median, least):
         return Verdict.SAME
-    return Verdict.BETTER if (new.median > old.median) is larger_is_better else Verdict.WORSE
+    is_better = (new.median > old.median) is larger_is_better
+    ratios = _ratios(old, new)
+    if ratios is not None and not (_differ(*ratios, least) and (ratios[1] > ratios[0]) is is_better):
+        return Verdict.MACHINE
+    return Verdict.BETTER if is_better else Verdict.WORSE
 
 
 def read_figures(path: Path) -> Figures:
@@ -210,6 +223,17 @@ def _verdict(name: str, old: Figures, new: Figures) -> Verdict:
         return Verdict.NEW
     # A point that did not hold takes all its rows along: "serve/vllm/none/1" those of "serve/vllm/none/1/...".
     return Verdict.INVALID if any(name == bad or name.startswith(f"{bad}/") for bad in new.invalid) else Verdict.MISSING
+
+
+def _differ(old: float, new: float, least: float) -> bool:
+    return abs(new - old) > least * max(abs(old), abs(new))
+
+
+def _ratios(old: ResultRow, new: ResultRow) -> tuple[float, float] | None:
+    """To the limit of both rows, larger is better; None where they were not measured beside the same one."""
+    if old.limit is None or new.limit is None or old.limit.name != new.limit.name or old.ratio is None or new.ratio is None:
+        return None
+    return old.ratio, new.ratio
 
 
 def _remarks(old: Figures, new: Figures) -> Iterator[str]:

@@ -71,6 +71,12 @@ def occupied_by_ranks(root: Path) -> int:
     return sum(map(occupied_bytes, [root, *(place for place in root.glob("rank-*") if _NAME.fullmatch(place.name))]))
 
 
+def are_ranks_of_one(stores: Sequence[Path]) -> bool:
+    """Whether the names are those that one cache or engine gives to the directories of its ranks; some may be missing."""
+    matches = [_NAME.fullmatch(path.name) for path in stores]
+    return len({None if match is None else match[2] for match in matches}) == 1 and None not in matches
+
+
 def in_order_of_ranks(stores: Sequence[Path]) -> list[Path]:
     """By name, numbers in their order: rank 10 comes behind rank 2."""
     return sorted(stores, key=lambda path: [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)])

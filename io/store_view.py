@@ -18,7 +18,7 @@ from typing import Final
 from kvtier.errors import ConfigError, CorruptBlock, TransferError
 from kvtier.io.direct_file import aligned_buffer
 from kvtier.io.manifest import Manifest, ManifestContents, ManifestRow, wal_path
-from kvtier.io.rank_directories import in_order_of_ranks
+from kvtier.io.rank_directories import are_ranks_of_one, in_order_of_ranks
 from kvtier.io.slab import SlabFile
 from kvtier.io.sqlite_errors import NO_ROOM
 from kvtier.io.store_directory import (
@@ -60,6 +60,20 @@ def find_stores(directory: str | Path) -> list[Path]:
     return in_order_of_ranks(found)
 
 
+def find_stores_to_change(directory: str | Path) -> list[Path]:
+    """The same for commands that change what they find: a store, or the ranks of one. Whoever names a folder that happens to have stores
+    of several caches in it means one of them, or none.
+
+    Raises:
+        ConfigError: as :func:`find_stores`; or the stores below the directory are not the ranks of one.
+    """
+    path, stores = expand(directory), find_stores(directory)
+    if stores != [path] and not (are_ranks_of_one(stores) and len(set(filter(None, map(_owner, stores)))) <= 1):
+        raise ConfigError(f"{path} is no store, and what lies below it is not the ranks of one: {', '.join(map(str, stores))}. Name one "
+                          "of them; only kvtier store ls and verify take several")
+    return stores
+
+
 def identity_of(path: Path) -> StoreIdentity:
     """What the directory says it holds.
 
@@ -73,6 +87,16 @@ def identity_of(path: Path) -> StoreIdentity:
     if identity is None:
         raise ConfigError(f"{path} is not a kvtier store: there is no {IDENTITY_NAME} in it")
     return identity
+
+
+def _owner(path: Path) -> str | None:
+    """What the namespaces of all ranks of one cache have in common: model and kind of namespace. Layouts may differ from stage to stage of
+    a pipeline, and fingerprints name ranks. None where it cannot be read, for no command changes such a store."""
+    try:
+        namespace = identity_of(path).namespace
+    except ConfigError:
+        return None
+    return f"{namespace.get('model')} {namespace.get('ranks')} {sorted(namespace)}"
 
 
 def geometries_of(identity: StoreIdentity) -> list[NvmeGeometry]:

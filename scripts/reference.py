@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
 
 PUBLIC: Final[dict[str, tuple[str, ...]]] = {
-    "Two ways to attach": ("KVCacheManager", "TierIndex", "TierWorker"),
+    "Two ways to attach": ("KVCacheManager", "TierIndex", "TierWorker", "TierStore"),
     "What an engine asks for": ("Request", "MultimodalItem", "RetentionConfig", "TokenRange", "RetentionLevel", "TransferMode"),
     "What the cache is made of": ("KVLayout", "LayerSpec", "TierConfig", "Level"),
 }

@@ -20,8 +20,8 @@ NAMESPACE = '{"model": "tiny@1", "ranks": 1}'
 GEOMETRIES = [NvmeGeometry(8192, 4), NvmeGeometry(5000, 2)]
 
 
-def make_store(directory: Path) -> None:
-    with NvmeStore.open(directory, NAMESPACE, GEOMETRIES, free_space_reserve=0) as opened:
+def make_store(directory: Path, namespace: str = NAMESPACE) -> None:
+    with NvmeStore.open(directory, namespace, GEOMETRIES, free_space_reserve=0) as opened:
         items = [BlockWrite(0, slot, hashlib.sha256(b"%d" % slot).digest(), np.full(8192, slot, np.uint8), 35, 0.0) for slot in range(3)]
         assert opened.write_blocks(items) == [None] * 3
 
@@ -31,6 +31,11 @@ def spoil(directory: Path) -> None:
     with (directory / "group-0.slab").open("r+b") as file:
         file.seek(GEOMETRIES[0].offset(1) + 5000)
         file.write(b"\xff")
+
+
+def contents(root: Path) -> dict[Path, bytes]:
+    """Of all files but the locks."""
+    return {file: file.read_bytes() for file in root.rglob("*") if file.is_file() and file.name != "kvtier.lock"}
 
 
 @pytest.fixture
@@ -122,11 +127,11 @@ def test_under_a_root_each_rank_has_its_turn_and_the_worst_exit_code_counts(tmp_
 def test_one_that_fails_halfway_does_not_keep_the_others_from_their_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                                         error: Exception) -> None:
     for rank in range(2):
-        make_store(tmp_path / f"rank-{rank}")
+        make_store(tmp_path / f"rank-{rank}-of-2")
     clear_store = store_commands.clear_store
 
     def clear_all_but_the_first(path: Path) -> int:
-        if path.name == "rank-0":
+        if path.name == "rank-0-of-2":
             raise error
         return clear_store(path)
 
@@ -134,7 +139,7 @@ def test_one_that_fails_halfway_does_not_keep_the_others_from_their_turn(tmp_pat
     code, output = run("clear", tmp_path, "--yes")
     assert code == 1
     assert str(error) in output
-    assert "rank-1: 3 blocks forgotten" in output
+    assert "rank-1-of-2: 3 blocks forgotten" in output
 
 
 def test_ranks_under_a_root_come_in_order_and_a_missing_one_is_named(tmp_path: Path) -> None:
@@ -146,3 +151,34 @@ def test_ranks_under_a_root_come_in_order_and_a_missing_one_is_named(tmp_path: P
     assert at == sorted(at)
     assert "rank-1-of-11 is missing; that rank starts without stored blocks" in output
     assert "is missing" not in run("ls", tmp_path / "rank-0-of-11")[1]
+
+
+OTHER = '{"model": "large@7", "ranks": 1}'
+CHANGING = {"clear": ("clear", "--yes"), "clear without yes": ("clear",), "gc": ("gc",), "rebuild": ("rebuild",), "scrub": ("scrub",)}
+
+
+@pytest.mark.parametrize("arguments", CHANGING.values(), ids=list(CHANGING))
+@pytest.mark.parametrize("below", [{"a": NAMESPACE, "b": OTHER}, {"a": NAMESPACE}, {"rank-0-of-2": NAMESPACE, "other": NAMESPACE},
+                                   {"rank-0-of-2": NAMESPACE, "rank-0-of-3": NAMESPACE},
+                                   {"rank-0-of-2": NAMESPACE, "rank-1-of-2": OTHER}],
+                         ids=["two stores", "one that was not named", "a rank and another", "two numbers of ranks", "two models"])
+def test_what_changes_stores_refuses_a_folder_whose_stores_are_not_the_ranks_of_one(tmp_path: Path, below: dict[str, str],
+                                                                                   arguments: tuple[str, ...]) -> None:
+    for name, namespace in below.items():
+        make_store(tmp_path / name, namespace)
+        spoil(tmp_path / name)
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match="Name one of them") as refused:
+        run(arguments[0], tmp_path, *arguments[1:])
+    assert all(str(tmp_path / name) in str(refused.value) for name in below)
+    assert contents(tmp_path) == before
+    assert run("verify", tmp_path)[1].count("3 blocks read, 1 bad") == len(below)
+
+
+@pytest.mark.parametrize("arguments", [("clear", "--yes"), ("gc",), ("rebuild",), ("scrub",)], ids=["clear", "gc", "rebuild", "scrub"])
+def test_what_changes_stores_takes_the_ranks_of_one_whose_namespaces_name_their_rank(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    for rank in range(2):
+        make_store(tmp_path / f"rank-{rank}-of-2", json.dumps({"model": "tiny@1", "ranks": 2, "rank": rank}))
+    code, output = run(arguments[0], tmp_path, *arguments[1:])
+    assert code == 0
+    assert [f"rank-{rank}-of-2: " in output for rank in range(2)] == [True] * 2

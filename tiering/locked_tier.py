@@ -86,6 +86,7 @@ class LockedTier(Generic[LedgerT]):
         self._num_queued = 0  # records put into the outbox so far, and records issued
         self._num_issued = 0
         self._clearing: set[object] = set()  # resets that are deleting what is on NVMe
+        self.shown_name = type(self).__name__  # in messages; another one where a user has something else, which is made of this
         self._closed = False
         self._everything_let_go = False
         for allocator in ledger.allocators:
@@ -196,7 +197,7 @@ class LockedTier(Generic[LedgerT]):
 
     def _require_open(self) -> None:
         if self._closed:
-            raise KVTierError(f"this {type(self).__name__} is closed; make a new one")
+            raise KVTierError(f"this {self.shown_name} is closed; make a new one")
 
     def _begin(self) -> LedgerT:
         self._require_open()
@@ -213,11 +214,11 @@ class LockedTier(Generic[LedgerT]):
     def _break(self, what: str) -> None:
         if not self._broken:
             self._broken = what
-            _log.error("this %s is broken: %s. %s", type(self).__name__, what, self._broken_means)
+            _log.error("this %s is broken: %s. %s", self.shown_name, what, self._broken_means)
 
     def _instead(self) -> LedgerT:
         self._require_open()
-        raise KVTierError(f"this {type(self).__name__} is broken: {self._broken}. {self._broken_means}")
+        raise KVTierError(f"this {self.shown_name} is broken: {self._broken}. {self._broken_means}")
 
     def _queue_records(self, records: Sequence[Move | Discard]) -> None:
         """Put what the ledger has decided on into the outbox. Lock held."""

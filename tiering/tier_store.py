@@ -82,6 +82,7 @@ class TierStore:
         self._closing = threading.RLock()
         self._calls: dict[int, _Call] = {}  # by thread, its call in flight
         self.index = TierIndex(layout, config, model=model, engine_id=engine_id, fingerprint=fingerprint, lookup_timeout=read_timeout)
+        self.index.shown_name = type(self).__name__
         try:
             self._arena = SharedArena(self.index.plan.arena, rank=0)
         except BaseException:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvtier.tiering.ledger.request import MultimodalItem, Request
     from kvtier.tiering.manager import KVCacheManager
     from kvtier.tiering.tier_index import TierIndex
+    from kvtier.tiering.tier_store import TierStore
     from kvtier.tiering.tier_worker import TierWorker
     from kvtier.types import Level, TransferMode
 
@@ -48,6 +49,7 @@ _HOMES = {
     "kvtier.tiering.ledger.request": ("MultimodalItem", "Request"),
     "kvtier.tiering.manager": ("KVCacheManager",),
     "kvtier.tiering.tier_index": ("TierIndex",),
+    "kvtier.tiering.tier_store": ("TierStore",),
     "kvtier.tiering.tier_worker": ("TierWorker",),
     "kvtier.types": ("Level", "TransferMode"),
 }
@@ -56,8 +58,8 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "BlockExporter", "BlockImporter", "CapacityError", "ConfigError", "CorruptBlock", "HandoverFolder", "HandoverTicket", "KVCacheManager",
     "KVLayout", "KVTierError", "LayerSpec", "LedgerError", "Level", "MultimodalItem", "Request", "RequestError", "RetentionConfig",
-    "RetentionLevel", "TierConfig", "TierIndex", "TierWorker", "TokenRange", "TransferError", "TransferMode", "UnknownBlock",
-    "UnknownRequest",
+    "RetentionLevel", "TierConfig", "TierIndex", "TierStore", "TierWorker", "TokenRange", "TransferError", "TransferMode",
+    "UnknownBlock", "UnknownRequest",
 ]
 
 

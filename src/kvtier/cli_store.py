@@ -1,6 +1,7 @@
 """``kvtier store``: the commands for an NVMe directory that no process is using. Part of ``cli``; imports nothing heavy at its top.
 
-Each command takes the directory of a store, or the root above those of several ranks, and works on one after the other.
+Each command takes the directory of a store, or the root above those of several ranks, and works on one after the other. Those that change
+nothing take any folder with stores in it.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def scrub(directory: Directory,
                       [f"{path}: {done.verified} blocks verified, {len(bad)} quarantined; {end}",
                        *_bad_lines([reason for _, reason in done.bad])], CHECK_FAILED if bad else FINE)
 
-    _leave(directory, json, scrub_one)
+    _leave(directory, json, scrub_one, changes=True)
 
 
 @store.command()
@@ -104,7 +105,7 @@ def rebuild(directory: Directory, json: Json = False) -> None:
                       [f"{path}: {made.blocks} blocks, {made.recovered} of them not in the old manifest; {made.dropped} rows dropped",
                        f"  {made.quarantined} slots in quarantine; kvtier store gc removes the old manifest"])
 
-    _leave(directory, json, rebuild_one)
+    _leave(directory, json, rebuild_one, changes=True)
 
 
 @store.command()
@@ -126,7 +127,7 @@ def gc(directory: Directory,
                        *[f"  {gone.released} quarantined slots are in service again"] * release,
                        *(f"  {name}" for name in gone.files)])
 
-    _leave(directory, json, collect_one)
+    _leave(directory, json, collect_one, changes=True)
 
 
 @store.command()
@@ -142,18 +143,18 @@ def clear(directory: Directory, yes: Annotated[bool, typer.Option("--yes", help=
         return Answer({"directory": str(path), "blocks": blocks},
                       [f"{path}: {blocks} blocks forgotten; delete the directory to free its space"])
 
-    _leave(directory, json, clear_one)
+    _leave(directory, json, clear_one, changes=True)
 
 
-def _leave(directory: str, json: bool, command: Callable[[Path], Answer]) -> None:
-    """Run a command for each store, print what it answers, and end with the worst exit code.
+def _leave(directory: str, json: bool, command: Callable[[Path], Answer], changes: bool = False) -> None:
+    """Run a command for each store, print what it answers, and end with the worst exit code. ``changes``: the command changes stores.
 
     One store that cannot be used does not keep the others of a root from their turn.
     """
     from kvtier.io.rank_directories import missing_ranks
     from kvtier.io.store_directory import expand
-    from kvtier.io.store_view import find_stores
-    stores = find_stores(directory)
+    from kvtier.io.store_view import find_stores, find_stores_to_change
+    stores = (find_stores_to_change if changes else find_stores)(directory)
     if stores != [expand(directory)]:
         for name in missing_ranks(stores):
             print(f"kvtier: {directory}: {name} is missing; that rank starts without stored blocks", file=sys.stderr)

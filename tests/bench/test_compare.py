@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.bench.compare import LARGER_IS_BETTER, LEAST_CHANGE, Figures, Verdict, compare, judge, read_figures
+from kvtier.bench.compare import LARGER_IS_BETTER, LEAST_CHANGE, MACHINE_MEANS, Figures, Verdict, compare, judge, read_figures
 from kvtier.bench.report import Limit, ResultRow
 from kvtier.errors import ConfigError
 
@@ -20,7 +20,13 @@ UNITS = st.sampled_from([*LARGER_IS_BETTER, "x", "nonsense"])
 
 
 def row(name: str = "copy/a", median: float = 10.0, unit: str = "GB/s") -> ResultRow:
-    return ResultRow(name, unit, median, median - 0.1, median + 0.1, Limit("memcpy", 20.0), 0.5)
+    return beside(20.0, name, median, unit)
+
+
+def beside(limit: float, name: str = "copy/a", median: float = 10.0, unit: str = "GB/s", called: str = "memcpy") -> ResultRow:
+    """A row whose limit was measured in the same run."""
+    ratio = median / limit if LARGER_IS_BETTER.get(unit, True) else limit / median
+    return ResultRow(name, unit, median, median - 0.1, median + 0.1, Limit(called, limit), ratio)
 
 
 def figures(rows: Sequence[ResultRow] = (), machine: dict | None = None, invalid: Sequence[str] = (), **config: object) -> Figures:
@@ -79,6 +85,39 @@ def test_a_limit_that_differed_from_itself_by_more_than_the_change_excuses_it() 
     assert [change.name for change in compare(quiet, slower).regressions] == ["copy/a"]
     assert compare(loud, slower).regressions == []
     assert compare(quiet, figures([row(median=8.0), noise])).regressions == []
+
+
+@pytest.mark.parametrize("unit", ["GB/s", "us/block"])
+@pytest.mark.parametrize(("median", "limit"), [(6.0, 12.0), (20.0, 40.0), (6.0, 12.4), (6.0, 9.0), (20.0, 60.0)],
+                         ids=["slower alike", "faster alike", "slower, ratio within 5 %", "less slower", "less faster"])
+def test_a_row_that_moved_with_its_limit_is_of_the_machine_and_the_footer_says_so(unit: str, median: float, limit: float) -> None:
+    comparison = compare(figures([row(unit=unit)]), figures([beside(limit, median=median, unit=unit)]))
+    assert [change.verdict for change in comparison.changes] == [Verdict.MACHINE]
+    assert comparison.regressions == []
+    assert MACHINE_MEANS in list(comparison.lines())
+    assert len(list(comparison.shown())) == 3  # a table, the count, the footer
+
+
+@pytest.mark.parametrize("limit", [20.0, 18.0, 24.0], ids=["the limit stood still", "the limit fell less", "the limit rose"])
+def test_a_row_that_is_worse_beside_its_limit_is_worse_however_the_machine_was(limit: float) -> None:
+    comparison = compare(figures([row()]), figures([beside(limit, median=6.0)]))
+    assert [change.verdict for change in comparison.changes] == [Verdict.WORSE]
+    assert MACHINE_MEANS not in list(comparison.lines())
+    assert [change.verdict for change in compare(figures([beside(limit, median=6.0)]), figures([row()])).changes] == [Verdict.BETTER]
+
+
+def test_without_a_limit_or_beside_another_one_the_medians_alone_count() -> None:
+    free = [ResultRow("copy/a", "GB/s", median, median, median) for median in (10.0, 6.0)]
+    assert judge(*free) is Verdict.WORSE
+    assert judge(row(), free[1]) is judge(free[0], beside(12.0, median=6.0)) is Verdict.WORSE
+    assert judge(row(), beside(12.0, median=6.0, called="fio")) is Verdict.WORSE
+
+
+def test_a_ratio_that_changed_by_less_than_the_noise_is_of_the_machine() -> None:
+    worse = beside(15.0, median=6.0)  # 0.4 of the limit, 0.5 before
+    assert judge(row(), worse) is Verdict.WORSE
+    assert judge(row(), worse, 0.3) is Verdict.MACHINE
+    assert judge(row(), worse, 0.5) is Verdict.SAME
 
 
 def test_rows_that_came_went_or_did_not_hold_are_listed_and_only_the_last_is_a_regression() -> None:

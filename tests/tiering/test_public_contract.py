@@ -34,8 +34,8 @@ from kvtier.tiering.statistics import LevelStats, Stats
 
 REQUIRED = inspect.Parameter.empty
 
-NAMES = {"KVCacheManager", "TierIndex", "TierWorker", "KVLayout", "LayerSpec", "TierConfig", "Request", "RetentionConfig", "RetentionLevel",
-         "TokenRange",
+NAMES = {"KVCacheManager", "TierIndex", "TierWorker", "TierStore", "KVLayout", "LayerSpec", "TierConfig", "Request",
+         "RetentionConfig", "RetentionLevel", "TokenRange",
          "MultimodalItem", "Level", "TransferMode", "KVTierError", "ConfigError", "RequestError", "UnknownRequest", "UnknownBlock",
          "CapacityError", "TransferError", "CorruptBlock", "LedgerError", "BlockExporter", "BlockImporter", "HandoverFolder",
          "HandoverTicket"}

@@ -409,3 +409,13 @@ def test_many_threads_write_and_read_right_bytes_and_closing_waits_for_them(make
     assert not failures
     with pytest.raises(KVTierError, match="closed"):
         store.read(keys(1), empty(1), [0])
+
+
+@pytest.mark.parametrize("call", [lambda store: store.count(keys(1)), lambda store: store.read(keys(1), empty(1), [0]),
+                                  lambda store: store.write(keys(1), filled(1), [0]), lambda store: store.reset()],
+                         ids=["count", "read", "write", "reset"])
+def test_a_closed_store_names_what_the_user_has(make: Callable[..., TierStore], call: Callable[[TierStore], object]) -> None:
+    store = make()
+    store.close()
+    with pytest.raises(KVTierError, match="this TierStore is closed; make a new one"):
+        call(store)

@@ -1,4 +1,4 @@
-"""The engine of docs/attach/your-own-pool.md, as it stands there: what it loads is what it would have computed, after a restart, too."""
+"""The engine and the store of docs/attach/your-own-pool.md, as on the page: what they load is what was stored, also after a restart."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 PAGE = Path(__file__).parents[3] / "docs" / "attach" / "your-own-pool.md"
 
 
+def blocks_of_page() -> list[str]:
+    """The engine, and the store for calls that may wait."""
+    engine, store = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    return [engine, store]
+
+
 def load_page() -> dict[str, Any]:
-    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
-    exec(compile(code, str(PAGE), "exec"), names)
+    exec(compile(blocks_of_page()[0], str(PAGE), "exec"), names)
     return names
 
 
@@ -42,3 +48,17 @@ def test_the_engine_of_the_page_computes_nothing_twice_and_loads_right_bytes(tmp
         finally:
             engine.close()
     assert computed == [10 + 4, 0]
+
+
+def test_the_store_of_the_page_gives_back_what_was_put_also_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = blocks_of_page()[1].replace("toy-store", f"test-{uuid.uuid4().hex[:12]}")
+    for _life in range(2):
+        names: dict[str, Any] = {}
+        exec(compile(code, str(PAGE), "exec"), names)
+        assert (names["stored"], names["found"], names["filled"]) == ([True] * 4, 4, 4)
+        assert names["pool"][8:12, 0].tolist() == [0, 1, 2, 3]
+    layout, pool = names["PageLayout"]([names["PageGroup"](512)]), torch.zeros(4, 512, dtype=torch.uint8)
+    with names["TierStore"](layout, names["config"], model="toy@1:0", engine_id=f"test-{uuid.uuid4().hex[:12]}") as store:
+        assert store.read(names["keys"], [pool], [3, 2, 1, 0]) == 4
+    assert pool[:, 511].tolist() == [3, 2, 1, 0]
