@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -39,6 +39,7 @@ from kvtier.bench.removal import remove_folder
 from kvtier.bench.report import check_writable, write_json
 from kvtier.bench.slow_stages import SlowStages, to_stderr
 from kvtier.errors import ConfigError, KVTierError
+from kvtier.io.store_directory import why_not_written
 from kvtier.pools.host_memory import usable_cpus
 
 SAME: Final = 0
@@ -116,18 +117,10 @@ def run_demo(device: str = "cpu", model: Path | None = None, config: Path | None
 
 def _check_kept(folder: Path) -> None:
     """Make sure that ``--keep-nvme`` can be made and written, before a model is loaded. Changes nothing. ConfigError where it cannot."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
+    error = why_not_written(folder)
+    if error is not None:
         raise ConfigError(f"--keep-nvme {folder}: cannot be written ({error.strerror}); name a folder that this user may make and write "
                           "to") from error
-    finally:
-        for path in missing:
-            with suppress(OSError):
-                path.rmdir()
 
 
 def _next_command(kept: Path | None, run: Run) -> tuple[str, str]:
