@@ -124,7 +124,7 @@ def test_the_next_command_names_this_program_as_a_shell_finds_it(tmp_path, monke
         (tmp_path / place / "kvtier").chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(tmp_path / folder / "kvtier"), "demo"])
-    monkeypatch.setenv("PATH", "/bin" if on_path is None else f"{tmp_path / on_path}:/bin")
+    monkeypatch.setenv("PATH", str(tmp_path / (on_path or "nothing there")))
     command, _why = demo._next_command([], None, None)
     assert command == f"{spelling} demo --keep-nvme ~/kvtier-demo"
     assert subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=True).stdout == f"of {folder}\n"
@@ -133,7 +133,7 @@ def test_the_next_command_names_this_program_as_a_shell_finds_it(tmp_path, monke
 def test_a_far_program_is_named_by_its_whole_path(tmp_path, monkeypatch):
     (tmp_path / "kvtier").write_text("")
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "kvtier"), "demo"])
-    monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing there"))
     deep = tmp_path.joinpath(*["down"] * 40)
     deep.mkdir(parents=True)
     monkeypatch.chdir(deep)
