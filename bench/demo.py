@@ -6,10 +6,13 @@ them and two levels behind it, and with reuse off. The answers must be the same 
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -39,6 +42,7 @@ from kvtier.bench.removal import remove_folder
 from kvtier.bench.report import check_writable, write_json
 from kvtier.bench.slow_stages import SlowStages, to_stderr
 from kvtier.errors import ConfigError, KVTierError
+from kvtier.io.store_directory import why_not_written
 from kvtier.pools.host_memory import usable_cpus
 
 SAME: Final = 0
@@ -67,6 +71,7 @@ def run_demo(device: str = "cpu", model: Path | None = None, config: Path | None
     Raises:
         ConfigError: something asked for cannot be used.
     """
+    again = _same_run(device, model, config, users, turns, quick)
     users, turns = users or DEFAULT_USERS, turns or (QUICK_TURNS if quick else DEFAULT_TURNS)
     check_size(users, turns)
     if json_file is not None:
@@ -106,7 +111,7 @@ def run_demo(device: str = "cpu", model: Path | None = None, config: Path | None
             return DIFFERENT
         comparison, totals = compare(with_tier.turns, without.turns), Totals.of(with_tier, without)
         print_report(console, with_tier, without, comparison, totals)
-        next_command, why = _next_command(tiered.nvme_directory if keep_nvme is not None else None, with_tier)
+        next_command, why = _next_command(again, tiered.nvme_directory if keep_nvme is not None else None, with_tier)
         if json_file is not None:
             write_json(json_file, as_json(loaded, device, threads, plan, tiered, with_tier, without, comparison, totals,
                                           next_command))
@@ -116,28 +121,41 @@ def run_demo(device: str = "cpu", model: Path | None = None, config: Path | None
 
 def _check_kept(folder: Path) -> None:
     """Make sure that ``--keep-nvme`` can be made and written, before a model is loaded. Changes nothing. ConfigError where it cannot."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
+    error = why_not_written(folder)
+    if error is not None:
         raise ConfigError(f"--keep-nvme {folder}: cannot be written ({error.strerror}); name a folder that this user may make and write "
                           "to") from error
-    finally:
-        for path in missing:
-            with suppress(OSError):
-                path.rmdir()
 
 
-def _next_command(kept: Path | None, run: Run) -> tuple[str, str]:
+def _same_run(device: str, model: Path | None, config: Path | None, users: int | None, turns: int | None, quick: bool) -> list[str]:
+    """The options that make this run what it is, as they were given: with others, a later run would ask for other prompts."""
+    given = {"--device": None if device == "cpu" else device, "--model": model, "--config": config, "--users": users, "--turns": turns}
+    words = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    return [*words, "--quick"] if quick else words
+
+
+def _next_command(again: Sequence[str], kept: Path | None, run: Run) -> tuple[str, str]:
     """What to try next, and why."""
+    program = _program()
+    same_run = f"{program} {shlex.join(['demo', *again])} --keep-nvme"
     if kept is None:
-        return "kvtier demo --keep-nvme ~/kvtier-demo", "run it twice: the second run starts warm from NVMe"
+        return f"{same_run} ~/kvtier-demo", "run it twice: the second run starts warm from NVMe"
     counters = run.turns[0].counters
     if counters is None or not counters.hit_tokens.nvme:
-        return f"kvtier demo --keep-nvme {shlex.quote(str(kept))}", "once more: it starts warm from NVMe then"
-    return f"kvtier bench nvme --directory {shlex.quote(str(kept.parent))}", "how fast the drive is, and kvtier on it"
+        return f"{same_run} {shlex.quote(str(kept))}", "once more: it starts warm from NVMe then"
+    return f"{program} bench nvme --directory {shlex.quote(str(kept.parent))}", "how fast the drive is, and kvtier on it"
+
+
+def _program() -> str:
+    """What a shell in the current folder starts this program by: its name where that finds it, else its path."""
+    started = Path(sys.argv[0])
+    found = shutil.which("kvtier")
+    if started.name != "kvtier" or not started.is_file():  # called out of another program
+        return "kvtier"
+    if found is not None and os.path.samefile(found, started):
+        return "kvtier"
+    relative = os.path.relpath(started)
+    return shlex.quote(min(relative if os.sep in relative else f"./{relative}", str(started.absolute()), key=len))
 
 
 @contextmanager

@@ -152,24 +152,28 @@ def _limit(text: str | None, name: str, otherwise: float) -> int:
     return int(otherwise) if text is None else _bytes(text, name)
 
 
+def headline(found: Tuned) -> str:
+    """What the sizes found are worth: not the curve that they were chosen by, but the replay of the trace with them."""
+    return f"{100 * found.replayed.hit_ratio:.1f} % of input tokens reused, replayed with these sizes"
+
+
 def sentences_of(found: Tuned, options: TuneOptions) -> list[str]:
     """What was found, a sentence for each thing to know."""
     trace, curve = found.trace, found.curve
     said = [(f"{trace.name}: {trace.num_requests} requests in {trace.seconds:.0f} s, {trace.input_tokens} input tokens, "
              f"{trace.num_unique} different blocks of {trace.block} tokens; a block of {options.model} is "
              f"{short_bytes(found.block_bytes)}"),
-            f"primary {short_bytes(found.primary * found.block_bytes)}: {100 * curve.at(found.primary):.1f} % of input tokens reused"]
+            f"{headline(found)} (the curve is of one LRU cache as large as all levels together)",
+            f"primary {short_bytes(found.primary * found.block_bytes)}: {100 * curve.at(found.primary):.1f} % on the curve"]
     for purchase in found.purchases:
         if purchase.blocks:
-            said.append(f"{purchase.level} {_size(found, purchase)}: {100 * purchase.reused:.1f} % of input tokens reused, "
+            said.append(f"{purchase.level} {_size(found, purchase)}: {100 * purchase.reused:.1f} % on the curve, "
                         f"{100 * purchase.added:.1f} % more, saves {purchase.seconds_saved:.2f} s per request; the next "
                         f"{short_bytes(purchase.next_bytes)} buy {100 * purchase.next_gain:.1f} % ({purchase.reason})")
         else:
             said.append(f"{purchase.level}: {'none; ' if purchase.measured else ''}{purchase.reason}")
     kind = "exact" if curve.rate == 1.0 else f"of {100 * curve.rate:.2g} % of the blocks, +- {100 * curve.error:.1f} %"
     said.append(f"the curve is {kind}; with all blocks kept {100 * curve.points[-1].lru:.1f} % are reused")
-    said.append(f"replayed with these sizes: {100 * found.replayed.hit_ratio:.1f} % of input tokens reused (the curve is of one LRU "
-                "cache as large as all levels together)")
     wear = found.wear
     if found.purchases[1].blocks:
         hits = "" if wear.writes_per_hit is None else f", {wear.writes_per_hit:.2f} blocks for each found there"
@@ -206,20 +210,28 @@ def config_text(found: Tuned, options: TuneOptions) -> str:
     """A configuration that ``TierConfig.from_file`` reads."""
     secondary, nvme = found.purchases
     lines = [f"# kvtier tune {found.trace.name}, model {options.model}; sizes are of one rank's whole cache.",
-             f'primary: "{_gib(found, found.primary)}"']
-    lines += [f"# {secondary.reason}", f'secondary: "{_gib(found, secondary.blocks)}"', f"# {nvme.reason}",
-              f'nvme: "{_gib(found, nvme.blocks)}"']
+             f'primary: "{written_size(found.primary, found.block_bytes)}"']
+    lines += [f"# {secondary.reason}", f'secondary: "{written_size(secondary.blocks, found.block_bytes)}"', f"# {nvme.reason}",
+              f'nvme: "{written_size(nvme.blocks, found.block_bytes)}"']
     if nvme.blocks:
         directory = (options.nvme_directory or Path("/mnt/nvme/kvtier")).absolute()  # the engine may start elsewhere
-        lines.append(f"nvme_directory: {json.dumps(str(directory), ensure_ascii=False)}")  # which YAML reads, whatever is in the name
+        remark = "" if options.nvme_directory is not None else "  # change this: a folder on the drive"
+        lines.append(f"nvme_directory: {json.dumps(str(directory), ensure_ascii=False)}{remark}")  # YAML reads it, whatever is in the name
     lines += ["policy: default", "keep_backing: true", "secondary_offload_min_priority: 35", "nvme_offload_min_priority: 35"]
     if found.wear.days is not None and found.sparing is not None:  # what it costs is for its owner to weigh
         lines += [f"# The drive would last about {_lifetime(found.wear.days)}; {_spared(found)}:", "# nvme_min_uses: 1"]
     return "\n".join(lines) + "\n"
 
 
-def _gib(found: Tuned, blocks: int) -> str:
-    return "0 blocks" if blocks == 0 else f"{blocks * found.block_bytes} B"
+def written_size(blocks: int, block_bytes: int) -> str:
+    """Exactly these bytes, in the largest unit of which they are a whole number."""
+    num_bytes = blocks * block_bytes
+    if num_bytes == 0:
+        return "0 blocks"
+    for exponent, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes % (1 << exponent) == 0:
+            return f"{num_bytes >> exponent}{unit}"
+    return f"{num_bytes} B"
 
 
 def purchases_table(found: Tuned) -> Table:
@@ -227,7 +239,7 @@ def purchases_table(found: Tuned) -> Table:
     for purchase in found.purchases:
         bought = (f"{100 * purchase.reused:.1f} %", f"{100 * purchase.added:.1f} %", f"{purchase.seconds_saved:.2f} s")
         rows.append((purchase.level, _size(found, purchase), *(bought if purchase.measured else ("", "", ""))))
-    return ("level", "size", "reused", "it adds", "saves per request"), rows
+    return ("level", "size", "reused (LRU curve)", "it adds", "saves per request"), rows
 
 
 def _size(found: Tuned, purchase: Purchase) -> str:
@@ -276,8 +288,8 @@ def _write(options: TuneOptions, found: Tuned, console: Console) -> None:
             if blocks:
                 marks.append((f"up to {name}", above))
         picture = page(title, sentences, curve_picture(found.curve, found.block_bytes, marks),
-                       [("Levels", purchases_table(found)), ("Curve", curve_table(found))], config)
-    for heading, table in ((title, purchases_table(found)), ("reuse by capacity", curve_table(found))):
+                       [(f"Levels: {headline(found)}", purchases_table(found)), ("Curve", curve_table(found))], config)
+    for heading, table in ((f"{title}\n{headline(found)}", purchases_table(found)), ("reuse by capacity", curve_table(found))):
         print_whole(console, _rich(heading, table))
     for text in sentences:
         report.say(text)

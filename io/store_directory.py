@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import socket
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -173,6 +174,22 @@ def deleted(path: Path) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, "it was deleted while it was in use; restart to begin it anew", str(path))
 
 
+def why_not_written(folder: Path) -> OSError | None:
+    """What the system says to a file in this folder, which is made for the time being where it is missing; None where all is well."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return error
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+    return None
+
+
 def unusable(path: Path, error: OSError) -> ConfigError:
     """The error for a store directory that the system will not let us use: what failed and the remedy that fits it."""
     if error.errno in (*NO_ROOM, errno.EFBIG):
@@ -189,7 +206,8 @@ def unusable(path: Path, error: OSError) -> ConfigError:
         remedy = "Give a directory that this user may write to"
     else:
         remedy = "Check the drive and its mount, or give a directory that this user may write to"
-    return ConfigError(f"nvme_directory={str(path)!r} cannot be used: {error}. {remedy}")
+    use = "used" if os.path.lexists(path) else "created"
+    return ConfigError(f"nvme_directory={str(path)!r} cannot be {use}: {error}. {remedy}")
 
 
 def occupied_bytes(directory: Path) -> int:

@@ -17,14 +17,14 @@ from kvtier.io.device import Device, open_device
 from kvtier.io.manifest import collector_paused
 from kvtier.io.nvme_store import NvmeStore
 from kvtier.io.rank_directories import occupied_by_ranks, prepare_rank_directory, rank_directory
-from kvtier.io.store_directory import occupied_bytes
+from kvtier.io.store_directory import occupied_bytes, unusable, why_not_written
 from kvtier.pools.group_pools import open_group_pools
 from kvtier.pools.host_memory import free_disk_bytes, host_memory
 from kvtier.pools.layout import KVLayout
 from kvtier.pools.nvme_geometry import NvmeGeometry
 from kvtier.pools.pool_index import NVME, level_of
 from kvtier.pools.rank_sizes import minimum_over_ranks
-from kvtier.pools.sizing import FreeSpace, PoolSizes, resolve_sizes, warn_of_unread_levels
+from kvtier.pools.sizing import FreeSpace, PoolSizes, parse_sizes, resolve_sizes, warn_of_unread_levels
 from kvtier.tiering import arguments
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.debug_path import DebugPath
@@ -337,6 +337,10 @@ def _sizes(layout: KVLayout, config: TierConfig, device: str) -> PoolSizes:
         own = rank_directory(config.nvme_directory, config.rank, config.num_ranks)
         disk_bytes = max(free_bytes + occupied_bytes(own), 0)
         disk_part = max(free_bytes + occupied_by_ranks(config.nvme_directory), 0) // config.num_ranks
+        if disk_bytes == 0 and any(size.amount for size in parse_sizes(config.nvme, "nvme")):
+            refusal = why_not_written(config.nvme_directory)  # where no file can be, a smaller level would not help
+            if refusal is not None:
+                raise unusable(config.nvme_directory, refusal)
     free = FreeSpace(host.available_bytes, host.limited_by, device_bytes, disk_bytes, host.available_bytes // config.num_ranks, disk_part)
     sizes = resolve_sizes(layout, config.primary, config.secondary, config.nvme, free, config.group_shares, config.max_tokens,
                           has_direct_nvme=config.gds == "required",

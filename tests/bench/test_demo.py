@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -89,17 +90,62 @@ def test_the_json_has_the_keys_that_were_promised(run):
     assert sum(turn["reused_tokens"]["primary"] for turn in figures["turns"]) == figures["reused_tokens"]["primary"]
 
 
-def test_the_report_has_a_row_per_turn_and_ends_with_the_next_command(run):
+def test_the_report_has_a_row_per_turn_and_ends_with_the_next_command(run, chat_model_folder):
     lines = run(turns=3).text.splitlines()
     assert sum(line.split()[:1] == [number] for number in "123" for line in lines) == 3
-    assert lines[-1].startswith("Next: kvtier demo --keep-nvme ~/kvtier-demo")
+    assert lines[-1].startswith(f"Next: kvtier demo --model {chat_model_folder} --users 4 --turns 3 --keep-nvme ~/kvtier-demo ")
 
 
-def test_a_second_run_on_the_same_folder_hits_nvme_in_its_first_turn(run, tmp_path):
+def test_under_the_table_stands_what_faster_compares_and_where_it_is_measured(run):
+    lines = run(turns=1).text.splitlines()
+    [heading, *_more] = [number for number, line in enumerate(lines) if line.split()[-1:] == ["faster"]]
+    [moved] = [number for number, line in enumerate(lines) if line.startswith("Moved between levels")]
+    below = " ".join(" ".join(lines[heading + 3:moved]).split())
+    assert below.startswith("faster: the median without reuse by the one with kvtier.")
+    assert "kvtier bench load and kvtier bench serve measure it" in below
+
+
+def test_the_next_command_is_the_same_run_again(run, chat_model_folder, tmp_path):
+    file = tmp_path / "a tier.toml"
+    file.write_text('primary = "300 blocks"\n')
+    result = run(turns=1, quick=True, config=file)
+    command = shlex.split(result.figures["next_command"])
+    assert command == ["kvtier", "demo", "--model", str(chat_model_folder), "--config", str(file), "--users", "4", "--turns", "1",
+                       "--quick", "--keep-nvme", "~/kvtier-demo"]
+
+
+@pytest.mark.parametrize(("folder", "on_path", "spelling"), [
+    (".venv/bin", None, ".venv/bin/kvtier"), (".venv/bin", ".venv/bin", "kvtier"), (".venv/bin", "other", ".venv/bin/kvtier"),
+    (".", None, "./kvtier"), ("a folder", None, "'a folder/kvtier'")])
+def test_the_next_command_names_this_program_as_a_shell_finds_it(tmp_path, monkeypatch, folder, on_path, spelling):
+    for place in (folder, "other"):
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)
+        (tmp_path / place / "kvtier").write_text(f"#!/bin/sh\necho of {place}\n")
+        (tmp_path / place / "kvtier").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / folder / "kvtier"), "demo"])
+    monkeypatch.setenv("PATH", str(tmp_path / (on_path or "nothing there")))
+    command, _why = demo._next_command([], None, None)
+    assert command == f"{spelling} demo --keep-nvme ~/kvtier-demo"
+    assert subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=True).stdout == f"of {folder}\n"
+
+
+def test_a_far_program_is_named_by_its_whole_path(tmp_path, monkeypatch):
+    (tmp_path / "kvtier").write_text("")
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "kvtier"), "demo"])
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing there"))
+    deep = tmp_path.joinpath(*["down"] * 40)
+    deep.mkdir(parents=True)
+    monkeypatch.chdir(deep)
+    assert demo._program() == str(tmp_path / "kvtier")
+
+
+def test_a_second_run_on_the_same_folder_hits_nvme_in_its_first_turn(run, chat_model_folder, tmp_path):
     first = run(turns=1, keep_nvme=tmp_path / "kept")
     second = run(turns=1, keep_nvme=tmp_path / "kept")
     assert first.figures["turns"][0]["reused_tokens"]["nvme"] == 0
-    assert first.figures["next_command"] == f"kvtier demo --keep-nvme {tmp_path / 'kept'}"
+    assert first.figures["next_command"] == (
+        f"kvtier demo --model {chat_model_folder} --users 4 --turns 1 --keep-nvme {tmp_path / 'kept'}")
     assert second.figures["turns"][0]["reused_tokens"]["nvme"] > 0
     assert second.code == 0
     assert second.figures["next_command"] == f"kvtier bench nvme --directory {tmp_path}"

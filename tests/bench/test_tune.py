@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from kvtier import TierConfig
 from kvtier.bench.report import write_json
 from kvtier.bench.trace_synthetic import synthetic_trace, write_synthetic
 from kvtier.bench.tune import Curve, Point, Speeds, capacities_of, curve_of, recommend, speeds_from
-from kvtier.bench.tune_report import TuneOptions, run_tune
+from kvtier.bench.tune_report import TuneOptions, run_tune, written_size
 from kvtier.errors import ConfigError
+from kvtier.pools.sizing import parse_size
 
 TRACE = synthetic_trace("chats", 300)
 FAST = Speeds(1e12, 1e11, 1e11, ())
@@ -142,7 +144,8 @@ def test_the_command_says_what_each_size_buys_and_writes_figures_and_a_configura
     assert rows["tune/nvme/written"] > 0
     assert len(document["curve"]) > 20
     config = TierConfig.from_file(config_file)
-    assert config.secondary == f"{int(rows['tune/secondary'])} B"
+    assert parse_size(config.secondary, "secondary").amount == rows["tune/secondary"]
+    assert config.primary == "8GiB"
     assert config.policy == "default"
     assert config.nvme_directory == tmp_path / 'a "folder"', "wherever the engine is started"
 
@@ -154,7 +157,7 @@ def test_sparing_the_drive_is_offered_with_what_it_costs_and_not_done_by_itself(
     run_tune(options(tmp_path, config_file=config_file, endurance="1TB"), console)
     said = console.export_text()
     [offered] = [line for line in said.splitlines() if line.startswith("with nvme_min_uses: 1 the drive ")]
-    reused = re.search(r"replayed with these sizes: ([\d.]+) %", said)
+    reused = re.search(r"([\d.]+) % of input tokens reused, replayed with these sizes", said)
     assert reused
     assert f"are reused instead of {reused[1]} %" in offered
     assert TierConfig.from_file(config_file).nvme_min_uses == 0
@@ -196,6 +199,40 @@ def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
     assert page.fetched == []
     assert {"svg", "table", "pre", "h1"} <= set(page.tags)
     assert "script" not in page.tags
+
+
+def test_what_the_replay_found_stands_first_and_what_is_read_from_the_curve_says_so(tmp_path: Path) -> None:
+    console = Console(record=True, width=300)
+    json_file, html_file = tmp_path / "out.json", tmp_path / "out.html"
+    run_tune(options(tmp_path, json_file=json_file, html_file=html_file if find_spec("matplotlib") else None), console)
+    said = [line.strip() for line in console.export_text().splitlines() if line.strip()]
+    rows = {row["name"]: row["median"] for row in json.loads(json_file.read_text())["results"]}
+    headline = f"{100 * rows['tune/hit_token_ratio']:.1f} % of input tokens reused, replayed with these sizes"
+    assert said[:2] == ["kvtier tune trace.jsonl", headline]
+    assert "reused (LRU curve)" in said[2]
+    assert [line for line in said if "of input tokens reused" in line] == [headline, next(line for line in said if "(the curve is" in line)]
+    if html_file.exists():
+        page = html_file.read_text()
+        assert page.index(headline) < page.index("<svg"), "before the picture"
+        assert f"<h2>Levels: {headline}</h2>" in page
+
+
+@pytest.mark.parametrize(("blocks", "block_bytes", "text"), [
+    (0, 1 << 20, "0 blocks"), (2048, 1 << 20, "2GiB"), (2049, 1 << 20, "2049MiB"), (3, 1 << 40, "3TiB"), (3, 1536, "4608 B"),
+    (2, 1536, "3KiB")])
+def test_sizes_of_the_configuration_are_exact_and_as_short_as_that_allows(blocks: int, block_bytes: int, text: str) -> None:
+    assert written_size(blocks, block_bytes) == text
+    assert parse_size(text, "nvme").amount == (blocks * block_bytes)
+
+
+def test_a_folder_that_nobody_named_is_marked_as_one_to_change(tmp_path: Path) -> None:
+    file = tmp_path / "tier.yaml"
+    remark = "  # change this: a folder on the drive\n"
+    run_tune(options(tmp_path, config_file=file), Console(quiet=True))
+    assert f'nvme_directory: "/mnt/nvme/kvtier"{remark}' in file.read_text()
+    assert TierConfig.from_file(file).nvme_directory == Path("/mnt/nvme/kvtier")
+    run_tune(options(tmp_path, config_file=file, nvme_directory=tmp_path), Console(quiet=True))
+    assert f'nvme_directory: "{tmp_path}"\n' in file.read_text()
 
 
 @pytest.mark.parametrize(("given", "said"), [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,12 +25,32 @@ from kvtier import (
     UnknownBlock,
     UnknownRequest,
 )
+from kvtier.tiering import core
 from kvtier.tiering.handles import Lease
 
 pytestmark = pytest.mark.usefixtures("no_failed_callbacks")
 
 LAYOUT = KVLayout([LayerSpec.attention(1, 8, window=8), LayerSpec.attention(1, 8)], "float32", 4)
 DIGEST = b"d" * 32
+
+
+@pytest.mark.parametrize(("folder", "free"), [("/proc/kvtier/store", None), ("below-a-file", 0)])
+def test_a_directory_that_cannot_be_made_is_not_taken_for_a_full_one(make_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                     folder: str, free: int | None) -> None:
+    if free is not None:
+        monkeypatch.setattr(core, "free_disk_bytes", lambda _directory: free)
+        (tmp_path / folder).write_text("")
+        folder = str(tmp_path / folder / "store")
+    with pytest.raises(ConfigError, match=f"^nvme_directory='{folder}' cannot be created: .* [Gg]ive a"):
+        make_cache(8, 4, "2MiB", nvme_directory=Path(folder))
+
+
+def test_a_full_drive_is_told_from_a_directory_that_cannot_be_made(make_cache: MakeCache, tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "free_disk_bytes", lambda _directory: 0)
+    with pytest.raises(ConfigError, match=r"0 B available .* lower nvme="):
+        make_cache(8, 4, "2MiB", nvme_directory=tmp_path / "new" / "store")
+    assert list(tmp_path.iterdir()) == [], "what was tried is gone again"
 
 
 class Scene:

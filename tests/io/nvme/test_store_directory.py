@@ -107,12 +107,12 @@ def test_a_directory_in_use_by_another_process_is_refused_with_its_pid_and_free_
     open_home(tmp_path).close()
 
 
-@pytest.mark.parametrize(("path", "remedy"), [
-    ("/proc/kvtier", "Give a directory that this user may write to"), ("file/store", "A file is in the way"),
-    ("file", "A file is in the way")])
-def test_a_directory_that_cannot_be_made_or_written_is_a_config_error(tmp_path: Path, path: str, remedy: str) -> None:
+@pytest.mark.parametrize(("path", "use", "remedy"), [
+    ("/proc/kvtier", "created", "Give a directory that this user may write to"), ("file/store", "created", "A file is in the way"),
+    ("file", "used", "A file is in the way")])
+def test_a_directory_that_cannot_be_made_or_written_is_a_config_error(tmp_path: Path, path: str, use: str, remedy: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=f"nvme_directory=.* cannot be used: .*{remedy}"):
+    with pytest.raises(ConfigError, match=f"nvme_directory=.* cannot be {use}: .*{remedy}"):
         open_home(tmp_path / path)
 
 
