@@ -34,7 +34,7 @@ def benchmark(name: str, median: float = 10.0, error: Exception | None = None, l
         if error is not None:
             raise error
         report = Report(f"kvtier bench {name}", {"command": name, **common.settings(), "rounds": 5}, common.directory)
-        report.add(ResultRow(f"{name}/a", "GB/s", median, median, median, Limit("limit", 20.0), 0.5))
+        report.add(ResultRow(f"{name}/a", "GB/s", median, median, median, Limit("limit", 20.0), median / 20.0))
         report.note(f"a remark about {name}")
         if bad:
             report.reject(bad, "wrong bytes")
