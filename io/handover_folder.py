@@ -12,7 +12,6 @@ What nobody holds and nobody will want any more is removed by whoever looks next
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import math
 import os
@@ -23,11 +22,12 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from kvtier.errors import CapacityError, ConfigError, TransferError
-from kvtier.io.byte_locks import is_locked, lock_byte, unlock_byte
+from kvtier.io.byte_locks import is_locked, lock_byte, lock_whole, take_in_time, unlock_byte
 from kvtier.io.store_directory import expand
 from kvtier.pools.host_memory import host_memory
 from kvtier.pools.sizing import SizeKind, format_bytes, parse_size
@@ -262,15 +262,8 @@ class HandoverFolder:
         """Nobody else makes files here meanwhile: two that each fit might not fit together."""
         folder = self._open_folder()
         try:
-            deadline = time.monotonic() + _TURN_SECONDS
-            while True:
-                try:
-                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise TransferError(f"{self.directory}: another process has kept it locked for {_TURN_SECONDS:.0f} s") from None
-                    time.sleep(_PAUSE)
+            if not take_in_time(partial(lock_whole, folder), _TURN_SECONDS, _PAUSE):
+                raise TransferError(f"{self.directory}: another process has kept it locked for {_TURN_SECONDS:.0f} s")
             yield
         finally:
             os.close(folder)
@@ -325,12 +318,9 @@ def turn(file: int, timeout: float = _TURN_SECONDS) -> Iterator[None]:
 
     TransferError when others keep their turn for ``timeout`` seconds, or its file system has no locks.
     """
-    deadline = time.monotonic() + timeout
     try:
-        while not lock_byte(file, TURN):
-            if time.monotonic() >= deadline:
-                raise TransferError(f"a handed over file has been locked by another process for {timeout:.0f} s")
-            time.sleep(_PAUSE)
+        if not take_in_time(partial(lock_byte, file, TURN), timeout, _PAUSE):
+            raise TransferError(f"a handed over file has been locked by another process for {timeout:.0f} s")
     except OSError as error:
         raise TransferError(f"a handed over file cannot be locked: {error.strerror}; use a folder on a file system with locks") from error
     try:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+from kvtier.io.byte_locks import lock_whole, take_in_time
 from kvtier.pools.host_memory import mount_of
 
 _log = logging.getLogger(__name__)
@@ -32,22 +33,11 @@ def alone_on(folder: Path, timeout: float = TURN_SECONDS) -> Iterator[None]:
     try:
         with suppress(OSError):  # a mount point that we may not read, a file system without locks
             file = os.open(mount_of(folder)[1], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            _lock(file, time.monotonic() + timeout, folder)
+            if not take_in_time(partial(lock_whole, file), timeout, _PAUSE):
+                _log.warning("%s: another process is still preallocating on this file system; its space is not waited for", folder)
         yield
     finally:
         if file >= 0:
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open for longer
             os.close(file)
-
-
-def _lock(file: int, deadline: float, folder: Path) -> None:
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                _log.warning("%s: another process is still preallocating on this file system; its space is not waited for", folder)
-                return
-        time.sleep(_PAUSE)
