@@ -11,7 +11,8 @@ COMPILED := build/compiled
 # Two processes share the tests; ARGS="-n 0" runs them in one, ARGS="-n 8" in eight. OpenMP threads of both would only spin.
 IN_PARALLEL := -n 2 --dist worksteal
 test test-compiled fuzz-ledger: export OMP_NUM_THREADS ?= 1
-PURE_TESTS := $(wildcard tests/policies tests/tiering/ledger tests/cases) $(wildcard tests/tiering/test_manager_b[al]*.py tests/tiering/test_manager_r[eu]*.py)
+COMPILED_TESTS := $(wildcard tests/policies tests/tiering/ledger tests/cases) $(wildcard tests/tiering/test_manager_b[al]*.py tests/tiering/test_manager_r[eu]*.py) \
+	$(wildcard tests/kernels/test_append*.py tests/kernels/test_places.py tests/kernels/test_fused_write.py tests/kernels/test_host_copy.py)
 
 .PHONY: venv demo test types lint compiled test-compiled bench bench-ledger fuzz-ledger soak reference test-gpu sanitize-gpu test-vllm wheel clean
 
@@ -50,7 +51,7 @@ compiled: wheel
 
 test-compiled: compiled
 	PYTHONPATH=$(COMPILED) $(BIN)/python scripts/check_compiled.py $(COMPILED)
-	PYTHONPATH=$(COMPILED) $(BIN)/python -m pytest $(or $(PURE_TESTS),$(error no tests of the pure rooms)) $(IN_PARALLEL) $(ARGS)
+	PYTHONPATH=$(COMPILED) $(BIN)/python -m pytest $(or $(COMPILED_TESTS),$(error no tests of what is compiled)) $(IN_PARALLEL) $(ARGS)
 
 # The ledger's figures, compiled. vLLM is measured beside where LEDGER_PYTHON's environment has it (same Python version as .venv's).
 LEDGER_PYTHON ?= $(BIN)/python

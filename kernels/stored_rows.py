@@ -1,9 +1,11 @@
 """Rows of numbers into pages on the host, as the pages store them (spec: write path, storage).
 
-A token's rows, one of each head, lie at the same distances from one another wherever they begin, and they begin at multiples of one
-unit, mostly a row. So the pool is seen as a list of tokens that overlap, one beginning at each unit, and one indexed copy by all of
-torch's threads puts each token where it belongs. It goes element by element, so elements are as wide as there are: three to four
-times as fast as in half precision. Tokens go in the order in which they come: what is read far apart costs more than what is written.
+In the compiled build rows are copied as they are, by ``kvtier.kernels.host_copy``. Without it torch copies them. A token's rows, one of
+each head, lie at the same distances from one another wherever they begin, and they begin at multiples of one unit, mostly a row. So the
+pool is seen as a list of tokens that overlap, one beginning at each unit, and one indexed copy by all of torch's threads puts each token
+where it belongs. It goes element by element, so elements are as wide as there are: three to four times as fast as in half precision.
+
+Tokens go in the order in which they come: what is read far apart costs more than what is written.
 """
 
 from __future__ import annotations
@@ -18,6 +20,14 @@ from kvtier.kernels.nvfp4 import quantise_nvfp4_reference, quantise_nvfp4_torch
 from kvtier.kernels.places import Numbers, PageRuns, spread
 from kvtier.kernels.quantise import to_storage
 from kvtier.kernels.storage import Storage
+
+try:
+    from kvtier.kernels.host_copy import copy_runs
+except ImportError:   # the plain build
+    copy_runs = None  # type: ignore[assignment]
+
+_PAST_CACHE: Final = 256 << 10
+"""Bytes from which on rows are written past the cache. Whoever read them next, attention among them, took no longer for that."""
 
 _ELEMENTS: Final = (torch.complex128, torch.int64)   # 16 and 8 bytes; below, torch's assignment is as good
 
@@ -50,6 +60,9 @@ def write_rows(pages: torch.Tensor, block_scales: torch.Tensor | None, storage: 
 
 
 def _assign(pages: torch.Tensor, numbers: Numbers, runs: PageRuns, rows: torch.Tensor) -> None:
+    if copy_runs is not None and pages.stride(3) == 1:
+        _copy(pages, numbers, runs, rows)
+        return
     num_pages, heads, tokens_per_block, dim = pages.shape
     page_stride, head_stride, token_stride, dim_stride = pages.stride()
     size, unit = pages.element_size(), math.gcd(page_stride, head_stride, token_stride, dim)
@@ -72,6 +85,20 @@ def _assign(pages: torch.Tensor, numbers: Numbers, runs: PageRuns, rows: torch.T
         rows, heads = rows.view(-1, 1, dim), 1
     beginning = pages.as_strided((begins, heads, dim), (unit, head_stride, 1))
     _as(beginning, element).index_copy_(0, places, _as(rows, element))
+
+
+def _copy(pages: torch.Tensor, numbers: Numbers, runs: PageRuns, rows: torch.Tensor) -> None:
+    if rows.stride(2) != 1:
+        rows = rows.contiguous()
+    size, heads, dim = pages.element_size(), pages.shape[1], pages.shape[3]
+    page_step, head_step, token_step = (stride * size for stride in pages.stride()[:3])
+    row_step, piece_step = (stride * size for stride in rows.stride()[:2])
+    table = np.empty((len(numbers), 3), np.int64)
+    table[:, 0] = numbers * page_step + runs.inside * token_step
+    table[:, 1] = (runs.lengths.cumsum() - runs.lengths) * row_step
+    table[:, 2] = runs.lengths
+    copy_runs(pages.data_ptr(), rows.data_ptr(), table, token_step, row_step, heads, head_step, piece_step, dim * size,
+              torch.get_num_threads(), len(rows) * heads * dim * size >= _PAST_CACHE)
 
 
 def _alignment(rows: torch.Tensor) -> int:

@@ -1,0 +1,147 @@
+/* kvtier.kernels.host_copy: rows of bytes from and to many places of the host's memory, in one call that does not hold the GIL.
+ *
+ * numpy and torch copy such rows too, but through the cache: each line of the destination is read before it is overwritten. libc's long
+ * copies are not, they store past the cache, which saves a third of the traffic. This stores short rows past the cache as well.
+ *
+ * A run is (destination offset, source offset, rows); a row is `pieces` pieces of `bytes` bytes:
+ *     destination + run.to + row * destination_row + piece * destination_piece
+ *     source + run.from + row * source_row + piece * source_piece
+ * All of it is in bytes. The caller answers for the addresses, and that no two pieces share a byte.
+ */
+
+#define _GNU_SOURCE   /* RTLD_DEFAULT */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <dlfcn.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+enum { LINE = 64, SHARE_BYTES = 128 << 10 };
+
+typedef struct {
+    int64_t to, from, rows;
+} Run;
+
+typedef struct {
+    char *destination;
+    const char *source;
+    const Run *runs;
+    int64_t num_runs, runs_per_share;
+    long long destination_row, source_row, pieces, destination_piece, source_piece, bytes;
+    int past_cache;
+    _Atomic int64_t next;   /* the first run that no thread has taken */
+} Work;
+
+static void store_past_cache(char *to, const char *from, int64_t bytes) {
+#if defined(__SSE2__)
+    for (int64_t done = 0; done < bytes; done += LINE) {
+        __m128i a = _mm_loadu_si128((const __m128i *)(from + done));
+        __m128i b = _mm_loadu_si128((const __m128i *)(from + done + 16));
+        __m128i c = _mm_loadu_si128((const __m128i *)(from + done + 32));
+        __m128i d = _mm_loadu_si128((const __m128i *)(from + done + 48));
+        _mm_stream_si128((__m128i *)(to + done), a);
+        _mm_stream_si128((__m128i *)(to + done + 16), b);
+        _mm_stream_si128((__m128i *)(to + done + 32), c);
+        _mm_stream_si128((__m128i *)(to + done + 48), d);
+    }
+#else
+    memcpy(to, from, (size_t)bytes);
+#endif
+}
+
+static void copy_run(const Work *work, Run run) {
+    for (int64_t row = 0; row < run.rows; row++) {
+        char *to = work->destination + run.to + row * work->destination_row;
+        const char *from = work->source + run.from + row * work->source_row;
+        for (int64_t piece = 0; piece < work->pieces; piece++, to += work->destination_piece, from += work->source_piece) {
+            /* Only whole lines: a part of one that goes past the cache makes memory read the rest. */
+            if (work->past_cache && (((uintptr_t)to | (uintptr_t)work->bytes) & (LINE - 1)) == 0)
+                store_past_cache(to, from, work->bytes);
+            else
+                memcpy(to, from, (size_t)work->bytes);
+        }
+    }
+}
+
+/* What each thread does: a slow one takes fewer shares. */
+static void take_shares(void *shared) {
+    Work *work = shared;
+    for (;;) {
+        int64_t run = atomic_fetch_add(&work->next, work->runs_per_share), end = run + work->runs_per_share;
+        if (run >= work->num_runs)
+            break;
+        for (; run < end && run < work->num_runs; run++)
+            copy_run(work, work->runs[run]);
+    }
+#if defined(__SSE2__)
+    if (work->past_cache)
+        _mm_sfence();   /* nothing else orders such stores, not even a lock */
+#endif
+}
+
+/* torch's threads, where its OpenMP library has this entry (GNU's and LLVM's have): they are the first to be at hand, since each of
+ * torch's operations leaves them waiting for the next for a while. Threads of our own would compete with them for the cores. */
+static void share_out(Work *work, unsigned threads) {
+    typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
+    Parallel parallel = threads > 1 ? (Parallel)dlsym(RTLD_DEFAULT, "GOMP_parallel") : NULL;
+    if (parallel)
+        parallel(take_shares, work, threads, 0);
+    else
+        take_shares(work);
+}
+
+static PyObject *copy_runs(PyObject *Py_UNUSED(module), PyObject *arguments) {
+    unsigned long long destination, source;
+    long long threads;
+    Py_buffer runs;
+    Work work = {0};
+    if (!PyArg_ParseTuple(arguments, "KKy*LLLLLLLp", &destination, &source, &runs, &work.destination_row, &work.source_row, &work.pieces,
+                          &work.destination_piece, &work.source_piece, &work.bytes, &threads, &work.past_cache))
+        return NULL;
+    if (runs.len % (Py_ssize_t)sizeof(Run) || (uintptr_t)runs.buf % _Alignof(Run) || work.pieces < 1 || work.bytes < 1 || threads < 1) {
+        PyBuffer_Release(&runs);
+        PyErr_SetString(PyExc_ValueError, "copy_runs: runs are int64 [n, 3]; pieces, bytes and threads are at least 1");
+        return NULL;
+    }
+    work.destination = (char *)(uintptr_t)destination;
+    work.source = (const char *)(uintptr_t)source;
+    work.runs = runs.buf;
+    work.num_runs = runs.len / (Py_ssize_t)sizeof(Run);
+    Py_BEGIN_ALLOW_THREADS
+    int64_t rows = 0;
+    for (int64_t run = 0; run < work.num_runs; run++)
+        rows += work.runs[run].rows;
+    int64_t shares = 1 + rows * work.pieces * work.bytes / SHARE_BYTES;
+    work.runs_per_share = 1 + work.num_runs / shares;
+    shares /= 4;   /* to wake a thread takes as long as a few of them */
+    share_out(&work, (unsigned)(shares < threads ? shares : threads));
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&runs);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"copy_runs", copy_runs, METH_VARARGS,
+     "copy_runs(destination, source, runs, destination_row, source_row, pieces, destination_piece, source_piece, bytes, threads, "
+     "past_cache)\n--\n\nCopy runs of rows, int64 [n, 3] of (destination offset, source offset, rows); all else is in the stub."},
+    {NULL, NULL, 0, NULL}};
+
+static PyModuleDef_Slot slots[] = {
+#ifdef Py_mod_multiple_interpreters
+    {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED},
+#endif
+#ifdef Py_mod_gil
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL}};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "host_copy", NULL, 0, methods, slots, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit_host_copy(void) {
+    return PyModuleDef_Init(&definition);
+}
