@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvtier.errors import RequestError
-from kvtier.kernels.checks import FLOAT_TYPES, LayerPages, check_dtype, check_same_device, check_shape, checks_values
+from kvtier.kernels.checks import FLOAT_TYPES, LayerPages, check_dtype, check_plain, check_same_device, check_shape, checks_values
 from kvtier.kernels.dispatch import kernel_paths
 from kvtier.kernels.places import TokenPlaces
 from kvtier.kernels.storage import Storage, StoredPages
@@ -62,6 +62,7 @@ def write_kv(pages: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None,
         given = "None" if value is None else "a tensor"
         raise RequestError(f"{_KERNEL}: value is {given} with kv_factor={kv_factor} and {'no ' if value_pages is None else ''}value_pages: "
                            "pass None where one row serves as key and value, and only there")
+    check_plain(_KERNEL, "key", key)
     allowed = (pages.dtype,) if stored.storage is Storage.SAME else FLOAT_TYPES
     for name, rows, dim in (("key", key, stored.key_dim), ("value", value, stored.value_dim)):
         if rows is not None:

@@ -17,9 +17,11 @@ from kvtier.kernels.checks import (
     FLOAT_TYPES,
     LayerPages,
     check_dtype,
+    check_finite,
     check_same_device,
     check_shape,
     check_table,
+    check_whole,
 )
 from kvtier.kernels.storage import Storage, StoredPages
 from kvtier.kernels.visibility import EVERYTHING, Visibility
@@ -110,13 +112,15 @@ class PagedContext:
         if ring is not None and ring.tokens_per_block != layer_pages.tokens_per_block:
             raise RequestError(f"{kernel}: the ring was made for tokens_per_block={ring.tokens_per_block}, the pages have "
                                f"{layer_pages.tokens_per_block}")
-        if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):
-            raise RequestError(f"{kernel}: soft_cap={soft_cap}: pass a finite number greater than 0, or None for no cap")
+        if soft_cap is not None:
+            remedy = "a finite number greater than 0, or None for no cap"
+            check_finite(kernel, "soft_cap", soft_cap, remedy)
+            if soft_cap <= 0:
+                raise RequestError(f"{kernel}: soft_cap={soft_cap}: pass {remedy}")
         if value_dim is not None:
             stored = _narrow_values(kernel, stored, value_dim)
         factor = 1.0 / math.sqrt(stored.key_dim) if scale is None else scale
-        if not math.isfinite(factor):
-            raise RequestError(f"{kernel}: scale={scale}: pass a finite number, or None for 1 / sqrt(head_dim)")
+        check_finite(kernel, "scale", factor, "a finite number, or None for 1 / sqrt(head_dim)")
         if kv_factor == 1 and value_pages is None and key_scale != value_scale:
             raise RequestError(f"{kernel}: key_scale={key_scale} and value_scale={value_scale}: one row is key and value, stored "
                                "with one scale; pass it as both")
@@ -148,6 +152,7 @@ class PagedContext:
 
 
 def _narrow_values(kernel: str, stored: StoredPages, value_dim: int) -> StoredPages:
+    check_whole(kernel, value_dim=value_dim)
     unit = 16 if stored.storage is Storage.NVFP4 else 1
     if not 0 < value_dim <= stored.value_dim or value_dim % unit:
         raise RequestError(f"{kernel}: value_dim={value_dim}: the pages hold values of {stored.value_dim} numbers; pass 1 to "

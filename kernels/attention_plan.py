@@ -65,6 +65,7 @@ class PrefillPlan:
         if len(query_indptr) != len(past) + 1:
             raise RequestError(f"{kernel}: query_indptr has {len(query_indptr)} numbers for {len(past)} sequences: pass one more than "
                                "sequences")
+        check_whole(kernel, **{"query_indptr[0]": query_indptr[0]})
         if query_indptr[0] != 0:
             raise RequestError(f"{kernel}: query_indptr[0]={query_indptr[0]}: the first sequence's queries begin at 0")
         self.chunks: list[Chunk] = []
@@ -147,6 +148,7 @@ class DecodePlan:
                  device: torch.device | str = "cpu", num_programs: int | None = None) -> None:
         sizes = {"max_sequences": max_sequences, "max_tokens": max_tokens, "query_heads": query_heads, "kv_heads": kv_heads,
                  "value_dim": value_dim}
+        check_whole("DecodePlan", **sizes, num_programs=1 if num_programs is None else num_programs)
         for name, size in sizes.items():
             if size < 1:
                 raise RequestError(f"DecodePlan: {name}={size}: must be at least 1")

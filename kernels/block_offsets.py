@@ -16,7 +16,16 @@ import numpy as np
 import torch
 
 from kvtier.errors import RequestError
-from kvtier.kernels.checks import INDEX_TYPES, NULL_ENTRY, check_dtype, check_same_device, check_shape, checks_values
+from kvtier.kernels.checks import (
+    INDEX_TYPES,
+    NULL_ENTRY,
+    check_dtype,
+    check_own_memory,
+    check_same_device,
+    check_shape,
+    check_whole,
+    checks_values,
+)
 from kvtier.kernels.dispatch import kernel_paths
 
 MAX_PAGES: Final = 2**31 - 1
@@ -55,7 +64,8 @@ def fill_block_offsets(tables: torch.Tensor, indptr: torch.Tensor, slots: torch.
         value_fields: for each pool 1 where values lie behind keys, 0 where both rows are the same page.
         num_blocks: slots of the pools; they are numbered alike.
         scratch: block positions to redirect.
-        check_values: whether pointers and slots are checked. None: yes on a CPU, no on a GPU. Unchecked, a slot outside is null.
+        check_values: whether pointers and slots are checked. None: yes on a CPU, no on a GPU. Unchecked, a slot outside is null;
+            pointers of tables on a CPU are always checked.
 
     Raises:
         RequestError: a wrong shape, dtype or device, too many rows or pages, or (with ``check_values``) pointers that fall, a row longer
@@ -69,12 +79,15 @@ def fill_block_offsets(tables: torch.Tensor, indptr: torch.Tensor, slots: torch.
         check_dtype(_KERNEL, name, index, INDEX_TYPES)
     check_same_device(_KERNEL, tables, indptr=indptr, slots=slots)
     rows, max_rows = indptr.shape[0] - 1, tables.shape[1]
+    check_own_memory(_KERNEL, "tables", tables)
     if not 0 <= rows <= max_rows:
         raise RequestError(f"{_KERNEL}: indptr has {indptr.shape[0]} numbers, so {rows} rows: the tables have {max_rows} (allowed: 1 to "
                            f"{max_rows + 1} numbers)")
     if len(value_fields) != len(pages_per_block):
         raise RequestError(f"{_KERNEL}: {len(value_fields)} value_fields for {len(pages_per_block)} pools: pass one for each")
+    check_whole(_KERNEL, num_blocks=num_blocks)
     for pool, (pages, field) in enumerate(zip(pages_per_block, value_fields, strict=True)):
+        check_whole(_KERNEL, **{f"pages_per_block[{pool}]": pages, f"value_fields[{pool}]": field})
         if pages < 1 or not 0 <= field < 2 or num_blocks * pages > MAX_PAGES:
             raise RequestError(f"{_KERNEL}: pool {pool}: pages_per_block={pages}, value_field={field} with {num_blocks} blocks: allowed "
                                f"are at least 1, 0 or 1, and {MAX_PAGES} pages")
@@ -85,12 +98,16 @@ def fill_block_offsets(tables: torch.Tensor, indptr: torch.Tensor, slots: torch.
         for name, index in (("scratch.begin", scratch.begin), ("scratch.end", scratch.end), ("scratch.slots", scratch.slots)):
             check_dtype(_KERNEL, name, index, (torch.int32,))
             check_same_device(_KERNEL, tables, **{name: index})
-    if checks_values(tables, check_values):
-        _check_values(tables.shape[3], indptr, slots, num_blocks, scratch)
+    checked = checks_values(tables, check_values)
+    if checked or tables.device.type == "cpu":   # there numpy would stop in the middle of a table
+        starts, lengths = _checked_rows(tables.shape[3], indptr, slots)
+        if checked:
+            _check_slots(starts, lengths, slots, num_blocks, scratch)
     kernel_paths(tables.device.type).fill_offsets(tables, indptr, slots, tuple(pages_per_block), tuple(value_fields), num_blocks, scratch)
 
 
-def _check_values(max_blocks: int, indptr: torch.Tensor, slots: torch.Tensor, num_blocks: int, scratch: ScratchWindow | None) -> None:
+def _checked_rows(max_blocks: int, indptr: torch.Tensor, slots: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Where rows begin, and their lengths."""
     starts = indptr.tolist()
     lengths = [end - start for start, end in pairwise(starts)]
     if starts[0] != 0 or starts[-1] != slots.shape[0] or min(lengths, default=0) < 0:
@@ -100,6 +117,10 @@ def _check_values(max_blocks: int, indptr: torch.Tensor, slots: torch.Tensor, nu
     if max(lengths, default=0) > max_blocks:
         row = next(row for row, length in enumerate(lengths) if length > max_blocks)
         raise RequestError(f"{_KERNEL}: row {row} has {lengths[row]} blocks: the tables were made for {max_blocks}")
+    return starts, lengths
+
+
+def _check_slots(starts: list[int], lengths: list[int], slots: torch.Tensor, num_blocks: int, scratch: ScratchWindow | None) -> None:
     if slots.numel() and int(slots.max()) >= num_blocks:
         place = int((slots >= num_blocks).nonzero()[0])
         row = next(row for row, end in enumerate(starts[1:]) if place < end)

@@ -7,14 +7,17 @@ cost nothing and always run; checks of values read tensors, which on a GPU would
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from operator import index
+from typing import Any, Final, SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.errors import RequestError
+from kvtier.errors import KVTierError, RequestError
 
 NULL_ENTRY: Final = -1
 """The table entry of a block that is not there: all ones as int32."""
@@ -27,8 +30,18 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def check_plain(kernel: str, name: str, tensor: object) -> None:
+    """``tensor`` is one whose memory holds its numbers: kernels that read through its address would get others without an error."""
+    if not isinstance(tensor, torch.Tensor):
+        raise RequestError(f"{kernel}: {name} is of type {type(tensor).__name__}: pass a tensor")
+    if tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
+        form = f"stored as {tensor.layout}" if tensor.layout is not torch.strided else "a view that negates or conjugates what it reads"
+        raise RequestError(f"{kernel}: {name} is {form}: pass a tensor whose memory holds its numbers (to_dense, resolve_neg)")
+
+
 def check_shape(kernel: str, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], axes: str) -> None:
-    """``tensor`` has ``shape``, where None stands for any length. ``axes`` describes the shape in words."""
+    """``tensor`` is plain and has ``shape``, where None stands for any length. ``axes`` describes the shape in words."""
+    check_plain(kernel, name, tensor)
     fits = tensor.dim() == len(shape)
     if not fits or any(want is not None and want != have for want, have in zip(shape, tensor.shape, strict=True)):
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
@@ -42,11 +55,41 @@ def check_dtype(kernel: str, name: str, tensor: torch.Tensor, dtypes: tuple[torc
         raise RequestError(f"{kernel}: {name} has dtype {_name(tensor.dtype)}: pass {allowed}")
 
 
-def check_whole(kernel: str, **numbers: object) -> None:
-    """All ``numbers`` are whole ones, or None."""
+def check_whole(kernel: str, error: type[KVTierError] = RequestError, /, **numbers: object) -> None:
+    """All ``numbers`` are whole ones, or it is an ``error``."""
     for name, number in numbers.items():
-        if number is not None and not isinstance(number, int) and not hasattr(number, "__index__"):
-            raise RequestError(f"{kernel}: {name}={number!r}: pass a whole number")
+        try:
+            index(number)   # type: ignore[arg-type]
+        except TypeError as cause:
+            raise error(f"{kernel}: {name}={number!r}: pass a whole number") from cause
+
+
+def whole_pairs(kernel: str, name: str, pairs: Iterable[Sequence[SupportsIndex]]) -> list[tuple[int, int]]:
+    """``pairs`` as Python's whole numbers, whatever they are given as: no two elements of a tensor are equal in a set or a dict.
+
+    Raises:
+        RequestError: they are something else.
+    """
+    found: list[tuple[int, int]] = []
+    place, given = name, cast(object, pairs)
+    try:
+        for number, pair in enumerate(pairs):
+            place, given = f"{name}[{number}]", pair
+            first, second = pair
+            found.append((index(first), index(second)))
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"{kernel}: {place}={given!r}: pass pairs of whole numbers") from error
+    return found
+
+
+def check_finite(kernel: str, name: str, number: object, remedy: str) -> None:
+    """``number`` is one finite number."""
+    try:
+        is_finite = math.isfinite(number)   # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        is_finite = False
+    if not is_finite:
+        raise RequestError(f"{kernel}: {name}={number!r}: pass {remedy}")
 
 
 def check_own_memory(kernel: str, name: str, tensor: torch.Tensor) -> None:
@@ -54,6 +97,24 @@ def check_own_memory(kernel: str, name: str, tensor: torch.Tensor) -> None:
     if 0 in (stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
         raise RequestError(f"{kernel}: {name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}: numbers share memory, and a "
                            "write would land in several places; pass a tensor with memory of its own for each (not an expanded one)")
+
+
+def check_apart(kernel: str, name: str, written: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """What is written lies in front of or behind all of the other tensor's memory."""
+    first, last = _extent(written)
+    other_first, other_last = _extent(other)
+    if written.device == other.device and first < other_last and other_first < last:
+        raise RequestError(f"{kernel}: {name} lies in the memory of {other_name}: what is written would change what is read; pass a tensor "
+                           "with memory of its own")
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first byte and of the one behind its last; equal where it has none."""
+    first = tensor.data_ptr()
+    if not tensor.numel():
+        return first, first
+    numbers = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + numbers * tensor.element_size()
 
 
 def check_same_device(kernel: str, pages: torch.Tensor, **tensors: torch.Tensor | None) -> None:
@@ -109,7 +170,7 @@ class LayerPages:
     def of(cls, kernel: str, pages: torch.Tensor, *, layer: int, num_layers: int | None, kv_factor: int) -> LayerPages:
         """Check that the pool's pages, the layer and the factors fit together."""
         check_shape(kernel, "pages", pages, (None,) * 4, "pages, heads, tokens_per_block, head_dim")
-        check_whole(kernel, layer=layer, num_layers=num_layers, kv_factor=kv_factor)
+        check_whole(kernel, layer=layer, num_layers=1 if num_layers is None else num_layers, kv_factor=kv_factor)
         num_pages, heads, tokens_per_block, head_dim = pages.shape
         if not pages.numel() or tokens_per_block & (tokens_per_block - 1):
             raise RequestError(f"{kernel}: pages has shape {tuple(pages.shape)}: no axis may be empty, "
@@ -122,7 +183,7 @@ class LayerPages:
         layers = num_layers if num_layers is not None else max(1, num_pages // kv_factor)
         if not 0 <= layer < layers:
             raise RequestError(f"{kernel}: layer={layer}: the pool's blocks have layers 0 to {layers - 1}")
-        return cls(kernel, num_pages, heads, tokens_per_block, head_dim, layer * kv_factor, num_layers, kv_factor)
+        return cls(kernel, num_pages, heads, tokens_per_block, head_dim, index(layer) * kv_factor, num_layers, kv_factor)
 
     def is_bad(self, entries: torch.Tensor, field_axis: int) -> torch.Tensor:
         """Which table entries name no page of this layer, bool in the shape of ``entries``.

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from kvtier.errors import RequestError
+from kvtier.kernels.checks import INDEX_TYPES, check_dtype, check_shape, check_whole
 
 
 def mask_of_parents(parents: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
@@ -27,6 +28,7 @@ def mask_of_parents(parents: Sequence[int], device: torch.device | str = "cpu") 
         RequestError: a parent that is not before its token.
     """
     mask = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    check_whole("mask_of_parents", **{f"parents[{token}]": parent for token, parent in enumerate(parents)})
     for token, parent in enumerate(parents):
         if not -1 <= parent < token:
             raise RequestError(f"mask_of_parents: parents[{token}]={parent}: a token continues an earlier one (allowed: -1 to {token - 1})")
@@ -40,15 +42,18 @@ def mask_of_places(places: torch.Tensor, past: int) -> torch.Tensor:
     """The mask of drafts from the places on their paths (``KVCacheManager.draft_table(id).places``).
 
     Args:
-        places: int32 ``[drafts, longest path]``, padded with -1; draft i lies at place ``past + i``.
+        places: int32 or int64 ``[drafts, longest path]``, padded with -1; draft i lies at place ``past + i``.
         past: tokens before the drafts.
 
     Returns:
         bool ``[drafts, drafts]`` on the same device.
 
     Raises:
-        RequestError: a place that is none of the drafts'.
+        RequestError: a place that is none of the drafts', a wrong shape or dtype.
     """
+    check_shape("mask_of_places", "places", places, (None, None), "drafts, longest path")
+    check_dtype("mask_of_places", "places", places, INDEX_TYPES)
+    check_whole("mask_of_places", past=past)
     drafts = places.shape[0]
     wrong = (places != -1) & ((places < past) | (places >= past + drafts))
     if bool(wrong.any()):

@@ -12,7 +12,17 @@ import torch
 
 from kvtier.errors import RequestError
 from kvtier.kernels.append import append_host, append_reference
-from kvtier.kernels.checks import INDEX_TYPES, LayerPages, check_dtype, check_same_device, check_shape, checks_values
+from kvtier.kernels.checks import (
+    INDEX_TYPES,
+    LayerPages,
+    check_apart,
+    check_dtype,
+    check_plain,
+    check_same_device,
+    check_shape,
+    check_whole,
+    checks_values,
+)
 from kvtier.kernels.dispatch import kernel_paths
 from kvtier.kernels.places import TokenPlaces
 from kvtier.kernels.quantise import to_storage
@@ -42,11 +52,11 @@ def fused_write(qkv: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, pla
         pages: as of ``write_kv``; changed in place unless ``update_kv_cache`` is False.
         table: int32 ``[sequences, 2, max_blocks]``.
         plan: where the tokens go, of :func:`~kvtier.kernels.write_plan.plan_write`; the same for all layers of a step.
-        query_heads: any number; it need not be a multiple of the KV heads here.
+        query_heads: 0 or more; it need not be a multiple of the KV heads here.
         rotary: the rotation; None: none.
         bias: one row like ``qkv``'s, of the same dtype.
-        out: ``[tokens, query_heads, head_dim]``, contiguous, qkv's dtype or float8_e4m3fn; None: a new tensor in qkv's dtype. A captured
-            graph needs one that stays.
+        out: ``[tokens, query_heads, head_dim]``, contiguous, qkv's dtype or float8_e4m3fn, in memory of its own; None: a new tensor in
+            qkv's dtype. A captured graph needs one that stays.
         query_scale: what stored queries are multiplied by to be read; for queries in FP8.
         update_kv_cache: False: only the queries are prepared (cross-attention, verification); pages, table and plan are not written to.
         check_values: whether the plan's places, the table's entries and rotary positions are checked. None: yes on a CPU, no on a GPU.
@@ -68,6 +78,10 @@ def fused_write(qkv: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, pla
     stored.check_written(_KERNEL)
     if kv_factor == 1 and value_pages is None:
         raise RequestError(f"{_KERNEL}: kv_factor=1 without value_pages: latent rows have no heads of queries; use append_mla")
+    check_whole(_KERNEL, query_heads=query_heads)
+    if query_heads < 0:
+        raise RequestError(f"{_KERNEL}: query_heads={query_heads}: pass 0 or more")
+    check_plain(_KERNEL, "qkv", qkv)
     check_dtype(_KERNEL, "qkv", qkv, _INPUT_TYPES if stored.storage is not Storage.SAME else (pages.dtype,))
     check_dtype(_KERNEL, "qkv", qkv, _INPUT_TYPES)
     key_columns, value_columns = layer_pages.heads * stored.key_dim, layer_pages.heads * stored.value_dim
@@ -77,13 +91,18 @@ def fused_write(qkv: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, pla
         columns = query_columns
     check_shape(_KERNEL, "qkv", qkv, (None, columns), f"tokens, {query_heads} query heads, {layer_pages.heads} of keys and of values")
     tokens = qkv.shape[0]
+    if out is not None:
+        check_plain(_KERNEL, "out", out)
     if qkv.stride(1) != 1 or (out is not None and not out.is_contiguous()):
         raise RequestError(f"{_KERNEL}: qkv has strides {qkv.stride()}{'' if out is None else f', out {out.stride()}'}: the last axis of "
                            "qkv, and all of out, must be contiguous")
     if bias is not None:
         check_shape(_KERNEL, "bias", bias, (columns,), "one row of qkv")
         check_dtype(_KERNEL, "bias", bias, (qkv.dtype,))
-    if out is None:
+    if out is not None:
+        for name, tensor in (("qkv", qkv), ("pages", stored.keys), ("value_pages", stored.values)):
+            check_apart(_KERNEL, "out", out, name, tensor)
+    else:
         out = qkv.new_empty(tokens, query_heads, stored.key_dim)
     check_shape(_KERNEL, "out", out, (tokens, query_heads, stored.key_dim), "tokens, query_heads, head_dim")
     check_dtype(_KERNEL, "out", out, (qkv.dtype, torch.float8_e4m3fn))

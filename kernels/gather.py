@@ -11,7 +11,7 @@ import torch
 
 from kvtier.errors import RequestError
 from kvtier.kernels.attention_context import ContextKeywords, PagedContext
-from kvtier.kernels.checks import check_same_device, check_table, check_whole
+from kvtier.kernels.checks import check_plain, check_same_device, check_table, check_whole
 from kvtier.kernels.nvfp4 import dequantise_nvfp4_torch
 from kvtier.kernels.quantise import from_storage
 from kvtier.kernels.storage import Storage
@@ -39,6 +39,7 @@ def gather_tokens(pages: torch.Tensor, table_row: torch.Tensor, num_tokens: int,
     kernel = "gather_tokens"
     check_table(kernel, "table_row", table_row, with_sequences=False)
     check_whole(kernel, num_tokens=num_tokens)
+    check_plain(kernel, "pages", pages)
     check_same_device(kernel, pages, table_row=table_row)
     context = PagedContext.of(kernel, None, pages, table_row[None], layer=layer, **how)
     visibility, unit = context.visibility, context.tokens_per_block

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from kvtier.errors import RequestError
-from kvtier.kernels.checks import INDEX_TYPES, check_dtype, check_same_device, check_shape, checks_values
+from kvtier.kernels.checks import INDEX_TYPES, check_dtype, check_own_memory, check_plain, check_same_device, check_shape, checks_values
 from kvtier.kernels.dispatch import kernel_paths
 
 _KERNEL = "scatter_indexer_keys"
@@ -40,22 +40,25 @@ def scatter_indexer_keys(cache: torch.Tensor, keys: torch.Tensor, scales: torch.
     check_dtype(_KERNEL, "cache", cache, (torch.uint8,))
     check_shape(_KERNEL, "keys", keys, (None, None), "tokens, key_bytes")
     check_dtype(_KERNEL, "keys", keys, (torch.uint8, torch.float8_e4m3fn, torch.int8))
+    check_plain(_KERNEL, "scales", scales)
     tokens, key_bytes = keys.shape
     if scales.dtype == torch.float32:
         check_shape(_KERNEL, "scales", scales, (tokens,), "tokens")
         scales = scales.detach().contiguous().view(torch.uint8).view(tokens, 4)
     check_dtype(_KERNEL, "scales", scales, (torch.uint8, torch.float32))
     check_shape(_KERNEL, "scales", scales, (tokens, 4), "tokens, 4 bytes")
-    for name, slots, width in (("key_slots", key_slots, key_bytes), ("scale_slots", scale_slots, 4)):
+    for name, slots in (("key_slots", key_slots), ("scale_slots", scale_slots)):
         check_shape(_KERNEL, name, slots, (tokens,), "tokens")
         check_dtype(_KERNEL, name, slots, INDEX_TYPES)
-        if checks_values(cache, check_values):
-            wrong = slots > cache.numel() - width
+    check_own_memory(_KERNEL, "cache", cache)
+    check_same_device(_KERNEL, cache, keys=keys, scales=scales, key_slots=key_slots, scale_slots=scale_slots)
+    if checks_values(cache, check_values):
+        for name, slots, width in (("key_slots", key_slots, key_bytes), ("scale_slots", scale_slots, 4)):
+            wrong = (slots >= 0) & (slots > cache.numel() - width)
             if bool(wrong.any()):
                 token = int(wrong.nonzero()[0])
                 raise RequestError(f"{_KERNEL}: {name}[{token}]={int(slots[token])}: the cache has {cache.numel()} elements, and "
                                    f"{width} go there (allowed: 0 to {cache.numel() - width}, or negative to skip the token)")
-    check_same_device(_KERNEL, cache, keys=keys, scales=scales, key_slots=key_slots, scale_slots=scale_slots)
     if tokens and cache.numel():
         with torch.inference_mode():   # the cache may have been made in it, and cannot be written outside then
             kernel_paths(cache.device.type).scatter(cache, keys.view(torch.uint8), scales, key_slots, scale_slots)

@@ -24,7 +24,7 @@ def append_mla(pages: torch.Tensor, ckv: torch.Tensor, kpe: torch.Tensor, table:
         pages: ``[num_pages, 1, tokens_per_block, latent_dim + rope_dim]``, any strides, changed in place; storage types as of
             :func:`~kvtier.kernels.append.write_kv`.
         ckv: ``[nnz, latent_dim]``, any strides.
-        kpe: ``[nnz, rope_dim]``, any strides, after rotation.
+        kpe: ``[nnz, rope_dim]``, any strides, after rotation; rope_dim may be 0.
         table, sequence_of_token, positions, layer, num_layers, check_values, first_writable: as of ``write_kv``.
         scale_pages: uint8 ``[num_pages, 1, tokens_per_block, (latent_dim + rope_dim) / 16]`` with NVFP4.
         scale: what stored rows are multiplied by to be read; one for the row, because one row is key and value.
@@ -44,6 +44,10 @@ def append_mla(pages: torch.Tensor, ckv: torch.Tensor, kpe: torch.Tensor, table:
     if scale_pages is not None:
         check_shape(_KERNEL, "scale_pages", scale_pages, (*pages.shape[:3], (latent + rope) // 16), "pages, 1, tokens_per_block, dim / 16")
         scales, rope_scales = scale_pages[..., :latent // 16], scale_pages[..., latent // 16:]
+    if not rope:   # layers without a rotary part
+        write_kv(pages, ckv.unsqueeze(1), None, table, sequence_of_token, positions, layer=layer, num_layers=num_layers, kv_factor=1,
+                 check_values=check_values, scale_pages=scale_pages, key_scale=scale, value_scale=scale, first_writable=first_writable)
+        return
     write_kv(pages[..., :cut], ckv.unsqueeze(1), kpe.unsqueeze(1), table, sequence_of_token, positions, layer=layer,
              num_layers=num_layers, kv_factor=1, check_values=check_values, value_pages=pages[..., cut:], scale_pages=scales,
              value_scale_pages=rope_scales, key_scale=scale, value_scale=scale, first_writable=first_writable)

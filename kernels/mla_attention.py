@@ -54,8 +54,8 @@ def _joined(kernel: str, query_latent: torch.Tensor, query_rope: torch.Tensor, p
     check_shape(kernel, "query_latent", query_latent, (None, None, None), "tokens, heads, latent_dim")
     check_shape(kernel, "query_rope", query_rope, (*query_latent.shape[:2], None), "tokens, heads, rope_dim")
     check_dtype(kernel, "query_rope", query_rope, (query_latent.dtype,))
-    check_same_device(kernel, pages, query_latent=query_latent, query_rope=query_rope)
     check_shape(kernel, "pages", pages, (None, 1, None, None), "pages, 1 head, tokens_per_block, latent_dim + rope_dim")
+    check_same_device(kernel, pages, query_latent=query_latent, query_rope=query_rope)
     if not query_latent.shape[2]:
         raise RequestError(f"{kernel}: query_latent has shape {tuple(query_latent.shape)}: the latent part is empty")
     return torch.cat([query_latent, query_rope], dim=2)

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from kvtier.errors import RequestError
-from kvtier.kernels.checks import FLOAT_TYPES, check_dtype
+from kvtier.kernels.checks import FLOAT_TYPES, check_dtype, check_finite, check_plain
 from kvtier.kernels.dispatch import kernel_paths
 from kvtier.kernels.quantise import LARGEST_E4M3, divisor
 
@@ -45,6 +45,7 @@ def quantise_nvfp4(numbers: torch.Tensor, global_scale: float) -> tuple[torch.Te
     Raises:
         RequestError: a dtype, a dim or a scale other than these.
     """
+    check_plain("quantise_nvfp4", "numbers", numbers)
     check_dtype("quantise_nvfp4", "numbers", numbers, FLOAT_TYPES)
     _check("quantise_nvfp4", global_scale, "numbers", numbers, GROUP)
     return kernel_paths(numbers.device.type).quantise_nvfp4(numbers.detach(), global_scale)
@@ -67,6 +68,7 @@ def dequantise_nvfp4(codes: torch.Tensor, scales: torch.Tensor, global_scale: fl
     """
     kernel = "dequantise_nvfp4"
     for name, stored in (("codes", codes), ("scales", scales)):
+        check_plain(kernel, name, stored)
         check_dtype(kernel, name, stored, (torch.uint8,))
     if dtype not in FLOAT_TYPES:
         raise RequestError(f"{kernel}: dtype={dtype}: pass a floating-point dtype of 16 bits or more, or the numbers would be cut")
@@ -78,8 +80,10 @@ def dequantise_nvfp4(codes: torch.Tensor, scales: torch.Tensor, global_scale: fl
 
 
 def _check(kernel: str, global_scale: float, name: str, tensor: torch.Tensor, unit: int) -> None:
+    remedy = "a finite number, 0 or more, in float32"
+    check_finite(kernel, "global_scale", global_scale, remedy)
     if not 0 <= global_scale <= _LARGEST_SCALE:
-        raise RequestError(f"{kernel}: global_scale={global_scale}: pass a finite number, 0 or more, in float32")
+        raise RequestError(f"{kernel}: global_scale={global_scale}: pass {remedy}")
     if not tensor.dim() or tensor.shape[-1] % unit or not tensor.shape[-1]:
         raise RequestError(f"{kernel}: {name} has shape {tuple(tensor.shape)}: its last axis must be a multiple of {unit} "
                            f"(groups of {GROUP} elements)")

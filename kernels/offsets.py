@@ -18,7 +18,7 @@ import torch
 
 from kvtier.errors import ConfigError, RequestError
 from kvtier.kernels.block_offsets import MAX_PAGES
-from kvtier.kernels.checks import NULL_ENTRY
+from kvtier.kernels.checks import NULL_ENTRY, check_whole
 from kvtier.kernels.dispatch import kernel_paths
 from kvtier.kernels.staging_ring import StagingRing
 from kvtier.pools.layout import LayerGroup
@@ -54,6 +54,7 @@ class OffsetTable:
     def __init__(self, *, max_rows: int, max_blocks: int, num_layers: int, kv_factor: int, num_blocks: int,
                  device: str | torch.device = "cpu") -> None:
         sizes = {"max_rows": max_rows, "max_blocks": max_blocks, "num_layers": num_layers, "num_blocks": num_blocks}
+        check_whole("OffsetTable", ConfigError, **sizes, kv_factor=kv_factor)
         for name, value in sizes.items():
             if value < 1:
                 raise ConfigError(f"OffsetTable: {name}={value}: must be at least 1")
@@ -125,10 +126,13 @@ class OffsetTable:
     def _lengths(self, rows: Sequence[Row]) -> npt.NDArray[np.int64]:
         """Blocks of each row, checked against the table's size."""
         max_rows, _, max_blocks = self._tensor.shape
+        try:
+            lengths = np.fromiter(map(len, rows), np.int64)
+        except TypeError as error:
+            raise RequestError(f"OffsetTable: the rows, or one of them, are no sequence: {error}; pass a list of lists") from error
         if len(rows) > max_rows:
             raise RequestError(f"OffsetTable: {len(rows)} rows: the table was made for {max_rows}; "
                                "make smaller batches or raise max_batch_size")
-        lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         if len(rows) and lengths.max() > max_blocks:
             number = int((lengths > max_blocks).argmax())
             raise RequestError(f"OffsetTable: row {number} has {lengths[number]} blocks: the table was made for "
@@ -169,9 +173,9 @@ class OffsetTable:
 
 def _join(rows: Sequence[Row]) -> npt.NDArray[np.int64]:
     """All rows one after the other; None becomes -1."""
-    if rows and not isinstance(rows[0], (list, tuple)):
+    if len(rows) and not isinstance(rows[0], (list, tuple)):
         given: list[npt.NDArray[Any]] = [np.asarray(row) for row in rows]
-        if all(row.dtype.kind == "i" for row in given):  # no number is touched one by one
+        if all(row.dtype.kind == "i" and row.ndim == 1 for row in given):  # no number is touched one by one
             return np.concatenate(given).astype(np.int64)
     try:
         try:

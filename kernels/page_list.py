@@ -10,7 +10,7 @@ import torch
 
 from kvtier.errors import RequestError
 from kvtier.kernels.block_offsets import MAX_PAGES
-from kvtier.kernels.checks import INDEX_TYPES, NULL_ENTRY, check_dtype, check_same_device, check_shape
+from kvtier.kernels.checks import INDEX_TYPES, NULL_ENTRY, check_dtype, check_same_device, check_shape, check_whole
 
 _KERNEL = "table_of_page_list"
 
@@ -41,6 +41,9 @@ def table_of_page_list(indptr: torch.Tensor, indices: torch.Tensor, last_page_le
     for name, tensor in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
         check_dtype(_KERNEL, name, tensor, INDEX_TYPES)
     check_same_device(_KERNEL, indptr, indices=indices, last_page_len=last_page_len)
+    check_whole(_KERNEL, tokens_per_block=tokens_per_block, num_blocks=num_blocks, num_layers=num_layers, kv_factor=kv_factor)
+    if not 0 < tokens_per_block <= MAX_PAGES or tokens_per_block & (tokens_per_block - 1):
+        raise RequestError(f"{_KERNEL}: tokens_per_block={tokens_per_block}: must be a power of two, up to 2**30")
     if num_layers < 1 or kv_factor not in (1, 2) or num_blocks * num_layers * kv_factor > MAX_PAGES:
         raise RequestError(f"{_KERNEL}: num_blocks={num_blocks}, num_layers={num_layers}, kv_factor={kv_factor}: allowed are at least one "
                            f"layer, a factor of 1 or 2, and {MAX_PAGES} pages, which an int32 entry counts to")

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.errors import RequestError
-from kvtier.kernels.checks import check_own_memory, check_whole
+from kvtier.kernels.checks import check_own_memory, check_plain, check_whole, whole_pairs
 from kvtier.kernels.dispatch import kernel_paths
 
 _KERNEL = "copy_partial_blocks"
@@ -37,7 +37,10 @@ def copy_partial_blocks(destination: torch.Tensor, source: torch.Tensor, pairs: 
     Raises:
         RequestError: shapes or dtypes that do not match, a slot outside its tensor, pairs that depend on each other, two views of one
             memory whose blocks overlap. Nothing has been copied then.
+        ConfigError: a device without kernels.
     """
+    for name, tensor in (("destination", destination), ("source", source)):
+        check_plain(_KERNEL, name, tensor)
     if destination.dim() != 6 or source.dim() != 6 or destination.shape[1:] != source.shape[1:]:
         raise RequestError(f"{_KERNEL}: source has shape {tuple(source.shape)} and destination "
                            f"{tuple(destination.shape)}: pass two tensors [blocks, layers, kv_factor, heads, "
@@ -46,10 +49,10 @@ def copy_partial_blocks(destination: torch.Tensor, source: torch.Tensor, pairs: 
         raise RequestError(f"{_KERNEL}: source is {source.dtype} and destination {destination.dtype}: a copy does not "
                            "convert; pass equal dtypes")
     check_whole(_KERNEL, num_tokens=num_tokens)
+    pairs = whole_pairs(_KERNEL, "pairs", pairs)
     read, written = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     for name, tensor, slots in (("source", source, read), ("destination", destination, written)):
         for slot in slots:
-            check_whole(_KERNEL, **{f"{name} slot": slot})
             if not 0 <= slot < tensor.shape[0]:
                 raise RequestError(f"{_KERNEL}: {name} slot {slot}: the tensor has slots 0 to {tensor.shape[0] - 1}")
     if len(set(written)) < len(written):
@@ -58,6 +61,8 @@ def copy_partial_blocks(destination: torch.Tensor, source: torch.Tensor, pairs: 
                            "pairs are carried out in no order, so use one call for each")
     tokens_per_block = destination.shape[4]
     tokens = num_tokens if 0 < num_tokens < tokens_per_block else tokens_per_block
+    for tensor in (source, destination):
+        kernel_paths(tensor.device.type)   # a ConfigError where there are none
     if not pairs:
         return
     check_own_memory(_KERNEL, "destination", destination)

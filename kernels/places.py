@@ -30,7 +30,7 @@ class PageRuns(NamedTuple):
 
     key_pages: Numbers     #: int64 [runs]
     value_pages: Numbers   #: int64 [runs]
-    inside: Numbers        #: [runs]: entry of a run's first token
+    inside: Numbers        #: int64 [runs]: entry of a run's first token
     lengths: Numbers       #: int64 [runs]: its tokens
     tokens: Numbers | None   #: int64: numbers of the tokens that are written, run after run; None: all
 
@@ -85,6 +85,7 @@ class TokenPlaces:
         first_writable: int32 or int64 ``[sequences]``: the first position that is not in a block shared with others; None: all are
             this sequence's own.
         checked_runs: those that are not skipped, once :meth:`checked` has found nothing wrong with them.
+        checked_entries: [runs, 2], of the table. What is written to is what was checked, whatever another thread makes of the table.
     """
 
     table: torch.Tensor
@@ -92,6 +93,7 @@ class TokenPlaces:
     positions: torch.Tensor
     first_writable: torch.Tensor | None = None
     checked_runs: TokenRuns | None = None
+    checked_entries: Numbers | None = None
 
     def check_shapes(self, kernel: str, nnz: int) -> None:
         """Shapes and dtypes: costs nothing."""
@@ -134,37 +136,40 @@ class TokenPlaces:
                 raise RequestError(f"{kernel}: positions[{runs.starts[run]}]={runs.positions[run]} (sequence {runs.rows[run]}) lies in a "
                                    f"block that others share (allowed: {first[run]} to {capacity - 1}); what is reused is never written: "
                                    "leave the token out, or copy the block first")
-        wrong = layer_pages.is_bad_entry(table[runs.rows, :, runs.blocks])
+        entries = table[runs.rows, :, runs.blocks]
+        wrong = layer_pages.is_bad_entry(entries)
         if wrong.any():
             field = int(not wrong[:, 0].any())
             run = int(wrong[:, field].argmax())
             row, block = int(runs.rows[run]), int(runs.blocks[run])
-            raise layer_pages.entry_error("table", row, field, block, int(table[row, field, block]))
-        return replace(self, checked_runs=runs)
+            raise layer_pages.entry_error("table", row, field, block, int(entries[run, field]))
+        return replace(self, checked_runs=runs, checked_entries=entries)
 
     def resolve(self, num_pages: int, tokens_per_block: int, layer_offset: int) -> PageRuns:
         """The pages of all tokens that have a place, without an error for those that have none. Of tables on the host.
 
         Keys and values decide together: half a token would be worse than none.
         """
-        table, runs = self.table.numpy(), self.checked_runs
-        if runs is None:
+        runs, entries = self.checked_runs, self.checked_entries
+        if runs is None or entries is None:
+            table = self.table.numpy()
             runs = TokenRuns.of(self.sequence_of_token.numpy(), self.positions.numpy(), tokens_per_block)
             sequences, _, max_blocks = table.shape
             runs = runs.select((runs.rows >= 0) & (runs.rows < sequences) & (runs.blocks >= 0) & (runs.blocks < max_blocks))
-            # Judged before the layer is added: null plus an offset would be somebody else's page.
-            entries, limit = table[runs.rows, :, runs.blocks], num_pages - layer_offset
-            runs = runs.select(np.all((entries >= 0) & (entries < limit), axis=1))
             if self.first_writable is not None:
                 ends = runs.positions + runs.lengths
                 shared = np.clip(self.first_writable.numpy()[runs.rows], runs.positions, ends) - runs.positions   # no overflow
                 runs = runs._replace(starts=runs.starts + shared, lengths=runs.lengths - shared, positions=runs.positions + shared)
                 runs = runs.select(runs.lengths > 0)
-        keys, values = table[runs.rows, 0, runs.blocks], table[runs.rows, 1, runs.blocks]
+            # Judged before the layer is added: null plus an offset would be somebody else's page.
+            entries, limit = table[runs.rows, :, runs.blocks], num_pages - layer_offset
+            is_page = np.all((entries >= 0) & (entries < limit), axis=1)
+            runs, entries = runs.select(is_page), entries[is_page]
         total = int(runs.lengths.sum())
         tokens = None if total == len(self.positions) else spread(runs.starts, runs.lengths, total)
-        return PageRuns(keys.astype(np.int64) + layer_offset, values.astype(np.int64) + layer_offset,
-                        runs.positions & (tokens_per_block - 1), runs.lengths, tokens)
+        pages = entries.astype(np.int64) + layer_offset
+        inside = (runs.positions & (tokens_per_block - 1)).astype(np.int64)   # in 32 bits a token of a large pool cannot be reached
+        return PageRuns(pages[:, 0], pages[:, 1], inside, runs.lengths, tokens)
 
     def list_reference(self, num_pages: int, tokens_per_block: int, layer_offset: int) -> list[tuple[int, int, int] | None]:
         """(key page, value page, entry) of each token, None for one to skip; for the references. Refuses a bad place."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kvtier.errors import ConfigError
+from kvtier.kernels.checks import check_whole
 from kvtier.pools.sequence_blocks import sink_bubble
 
 
@@ -37,6 +38,7 @@ class RingMap:
     spare_block: bool = False
 
     def __post_init__(self) -> None:
+        check_whole("RingMap", ConfigError, window=self.window, sinks=self.sinks, tokens_per_block=self.tokens_per_block)
         if self.tokens_per_block < 1 or self.tokens_per_block & (self.tokens_per_block - 1):
             raise ConfigError(f"RingMap: tokens_per_block={self.tokens_per_block}: must be a power of two")
         if not 0 <= self.sinks < self.window:

@@ -92,6 +92,8 @@ class StoredPages:
                                    "the same number in both; pass kv_factor=1")
             check_shape(kernel, "value_pages", value_pages, (*pages.shape[:3], None), "pages, heads, tokens_per_block, value_dim")
             check_dtype(kernel, "value_pages", value_pages, (pages.dtype,))
+            if not value_pages.shape[3]:
+                raise RequestError(f"{kernel}: value_pages has shape {tuple(value_pages.shape)}: no axis may be empty")
         if (value_scale_pages is not None) != (storage is Storage.NVFP4 and value_pages is not None):
             raise RequestError(f"{kernel}: value_scale_pages {'are missing' if value_scale_pages is None else 'given'}: they go with "
                                "scale_pages and value_pages together")
@@ -121,12 +123,16 @@ class StoredPages:
 
 def check_scale(kernel: str, name: str, scale: float, storage: Storage) -> None:
     """RequestError unless numbers stored like this can have this scale."""
+    try:
+        given = float(scale)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:   # the last is torch's
+        raise RequestError(f"{kernel}: {name}={scale!r}: pass one number") from error
     if storage is Storage.SAME:
-        if scale != 1.0:
+        if given != 1.0:
             raise RequestError(f"{kernel}: {name}={scale} with a floating-point dtype: numbers are stored as they are; pass 1")
         return
     with np.errstate(over="ignore"):
-        is_usable = math.isfinite(np.float32(scale)) and (np.float32(scale) > 0 or (scale == 0 and storage is Storage.NVFP4))
-    if not is_usable:
+        number = np.float32(given)
+    if not math.isfinite(number) or number < 0 or (number == 0 and (given != 0 or storage is not Storage.NVFP4)):
         raise RequestError(f"{kernel}: {name}={scale}: must be finite and greater than 0 in float32"
                            f"{' (or 0)' if storage is Storage.NVFP4 else ''}; it is what stored numbers are multiplied by")

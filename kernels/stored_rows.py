@@ -60,7 +60,7 @@ def write_rows(pages: torch.Tensor, block_scales: torch.Tensor | None, storage: 
 
 
 def _assign(pages: torch.Tensor, numbers: Numbers, runs: PageRuns, rows: torch.Tensor) -> None:
-    if copy_runs is not None and pages.stride(3) == 1:
+    if copy_runs is not None and pages.stride(3) == 1 and pages.data_ptr() and rows.data_ptr():   # a tensor that wraps one has no address
         _copy(pages, numbers, runs, rows)
         return
     num_pages, heads, tokens_per_block, dim = pages.shape

@@ -12,6 +12,7 @@ from typing import Final
 import torch
 
 from kvtier.errors import RequestError
+from kvtier.kernels.checks import check_own_memory, check_plain, check_whole, whole_pairs
 
 _KERNEL = "move_tokens"
 
@@ -31,7 +32,9 @@ def move_tokens(blocks: torch.Tensor, slots: Sequence[int], moves: Sequence[tupl
     Raises:
         RequestError: a tensor of another shape, a place without a block, a slot outside the tensor. Nothing has moved then.
     """
-    sources, destinations = _resolve(_checked(blocks, slots, moves))
+    check_plain(_KERNEL, "blocks", blocks)
+    check_whole(_KERNEL, **{f"slots[{position}]": slot for position, slot in enumerate(slots)})
+    sources, destinations = _resolve(_checked(blocks, slots, whole_pairs(_KERNEL, "moves", moves)))
     if not sources:
         return
     cells = blocks.detach().view(_BITS[blocks.element_size()])
@@ -54,6 +57,7 @@ def _checked(blocks: torch.Tensor, slots: Sequence[int], moves: Sequence[tuple[i
     if blocks.dim() != 6 or blocks.element_size() not in _BITS:
         raise RequestError(f"{_KERNEL}: blocks has shape {tuple(blocks.shape)} and dtype {blocks.dtype}: pass [blocks, layers, fields, "
                            "heads, tokens_per_block, dim] with elements of 1, 2, 4 or 8 bytes")
+    check_own_memory(_KERNEL, "blocks", blocks)
     num_blocks, tokens_per_block = blocks.shape[0], blocks.shape[4]
     capacity = len(slots) * tokens_per_block
     for move in moves:

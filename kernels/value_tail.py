@@ -9,7 +9,16 @@ from __future__ import annotations
 import torch
 
 from kvtier.errors import RequestError
-from kvtier.kernels.checks import INDEX_TYPES, LayerPages, check_dtype, check_same_device, check_shape, check_table, checks_values
+from kvtier.kernels.checks import (
+    INDEX_TYPES,
+    LayerPages,
+    check_dtype,
+    check_same_device,
+    check_shape,
+    check_table,
+    check_whole,
+    checks_values,
+)
 from kvtier.kernels.dispatch import kernel_paths
 from kvtier.kernels.storage import StoredPages
 
@@ -39,7 +48,10 @@ def zero_value_tail(pages: torch.Tensor, table: torch.Tensor, lengths: torch.Ten
         RequestError: a wrong shape, dtype, layer or device, or (with ``check_values``) a length outside the table, a last page that is
             null, not of this pool, or another sequence's. Nothing has been zeroed then.
     """
+    check_whole(_KERNEL, num_layers=num_layers)
     layers = range(num_layers) if layers is None else layers
+    if not isinstance(layers, range):
+        raise RequestError(f"{_KERNEL}: layers={layers!r}: pass a range, or None for all")
     for layer in ((layers[0], layers[-1]) if layers else (0,)):   # the last is checked last: its offset allows the fewest entries
         layer_pages = LayerPages.of(_KERNEL, pages, layer=layer, num_layers=num_layers, kv_factor=kv_factor)
     stored = StoredPages.of(_KERNEL, pages, value_pages=value_pages, scale_pages=scale_pages, value_scale_pages=value_scale_pages,

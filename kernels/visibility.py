@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kvtier.errors import RequestError
+from kvtier.kernels.checks import check_whole
 from kvtier.kernels.ring_map import RingMap
 from kvtier.pools.layer_spec import LayerSpec
 from kvtier.pools.sequence_blocks import sink_bubble
@@ -40,6 +41,7 @@ class Visibility:
     is_causal: bool = True
 
     def __post_init__(self) -> None:
+        check_whole("Visibility", window=1 if self.window is None else self.window, sinks=self.sinks)
         if self.window is not None and self.window < 1:
             raise RequestError(f"Visibility: window={self.window}: a query sees itself at least; pass 1 or more, or None for all tokens")
         if self.sinks and (self.window is None or not 0 <= self.sinks < self.window):

@@ -59,6 +59,8 @@ def plan_write(cache_lengths: torch.Tensor, sequence_lengths: torch.Tensor, num_
             new tokens than the pool holds afterwards, lengths that do not add up to ``num_tokens``.
     """
     check_whole(_KERNEL, num_tokens=num_tokens)
+    if num_tokens < 0:
+        raise RequestError(f"{_KERNEL}: num_tokens={num_tokens}: pass 0 or more")
     check_shape(_KERNEL, "cache_lengths", cache_lengths, (None,), "sequences")
     sequences = cache_lengths.shape[0]
     check_shape(_KERNEL, "sequence_lengths", sequence_lengths, (sequences,), "sequences")

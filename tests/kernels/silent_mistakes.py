@@ -122,9 +122,9 @@ MISTAKES: Final = [
          "test_places::test_a_prefill_lands_where_single_tokens_would")),
     *_mistakes_of(
         "of several requests one's entry is judged by another's row of the table",
-        ("places.py", "is_bad_entry(table[runs.rows, :, runs.blocks])", "is_bad_entry(table[runs.rows * 0, :, runs.blocks])",
+        ("places.py", "entries = table[runs.rows, :, runs.blocks]\n", "entries = table[runs.rows * 0, :, runs.blocks]\n",
          "test_fused_write::test_a_bad_entry_of_one_of_several_sequences_leaves_everything_untouched"),
-        ("places.py", "is_bad_entry(table[runs.rows, :, runs.blocks])", "is_bad_entry(table[runs.rows * 0, :, runs.blocks])",
+        ("places.py", "entries = table[runs.rows, :, runs.blocks]\n", "entries = table[runs.rows * 0, :, runs.blocks]\n",
          "test_append::test_a_bad_entry_of_a_long_prompt_is_refused_before_anything_is_written")),
     *_mistakes_of(
         "behind the end of a row the next request's entry is read",
@@ -272,6 +272,17 @@ MISTAKES: Final = [
          "test_attention_grid::test_a_pool_beyond_the_32nd_bit_of_an_offset"),
         ("triton_append.py", "token = tl.program_id(0).to(tl.int64)\n    sequence", "token = tl.program_id(0)\n    sequence",
          "test_compile_check::test_no_offset_is_multiplied_in_32_bits")),
+    *_mistakes_of(
+        "a table is looked up once more after it was checked, and may be the next step's",
+        ("places.py", "        total = int(runs.lengths.sum())",
+         "        entries = self.table.numpy()[runs.rows, :, runs.blocks]\n        total = int(runs.lengths.sum())",
+         "test_odd_tensors::test_what_is_written_to_is_what_was_checked")),
+    *_mistakes_of(
+        "rows are copied by address from where they do not lie",
+        ("stored_rows.py", "(runs.lengths.cumsum() - runs.lengths) * row_step", "np.arange(len(numbers)) * row_step",
+         "test_host_copy::test_both_ways_to_write_tokens_leave_the_same_pool"),
+        ("checks.py", " or tensor.is_neg() or tensor.is_conj()", "",
+         "test_odd_tensors::test_a_tensor_whose_memory_does_not_hold_its_numbers_is_refused_by_name")),
     *_mistakes_of(
         "of a block that is copied in part, a row too many or the wrong fields are copied; no tokens are not the whole block",
         ("partial_copy.py", "num_tokens if 0 < num_tokens < tokens_per_block else tokens_per_block",

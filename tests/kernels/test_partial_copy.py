@@ -125,10 +125,11 @@ def test_a_destination_whose_blocks_are_one_memory_is_refused():
         copy_partial_blocks(torch.zeros(1, *SHAPE[1:]).expand(SHAPE), torch.zeros(SHAPE), [(0, 1)], 2)
 
 
-@pytest.mark.parametrize(("pairs", "num_tokens", "message"), [([(0, 1)], 2.0, "num_tokens=2.0"), ([(0.0, 1)], 2, "source slot=0.0"),
-                                                              ([(0, 1.5)], 2, "destination slot=1.5")])
+@pytest.mark.parametrize(("pairs", "num_tokens", "message"), [
+    ([(0, 1)], 2.0, r"num_tokens=2.0: pass a whole number"), ([(0.0, 1)], 2, r"pairs\[0\]=\(0.0, 1\): pass pairs"),
+    ([(1, 0), (0, 1.5)], 2, r"pairs\[1\]=\(0, 1.5\)"), ([(0,)], 2, r"pairs\[0\]=\(0,\)"), (None, 2, "pairs=None")])
 def test_what_is_no_whole_number_is_refused(pairs, num_tokens, message):
-    with pytest.raises(RequestError, match=f"{message}: pass a whole number"):
+    with pytest.raises(RequestError, match=message):
         copy_partial_blocks(torch.zeros(SHAPE), torch.zeros(SHAPE), pairs, num_tokens)
 
 
