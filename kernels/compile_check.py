@@ -30,6 +30,7 @@ _TRITON_MODULES: Final = (
     "kvtier.kernels.triton_checksum",
     "kvtier.kernels.triton_decode",
     "kvtier.kernels.triton_fused_write",
+    "kvtier.kernels.triton_gather",
     "kvtier.kernels.triton_nvfp4",
     "kvtier.kernels.triton_partial_copy",
     "kvtier.kernels.triton_prefill",

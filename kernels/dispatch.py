@@ -95,6 +95,15 @@ class DecodePath(Protocol):
     def __call__(self, query: torch.Tensor, context: PagedContext, lengths: torch.Tensor, plan: DecodePlan | None) -> torch.Tensor: ...
 
 
+class GatherPath(Protocol):
+    """Rows of single tokens out of their pages, ``[n, heads, dim]``: :func:`kvtier.kernels.gather.gather_tokens`.
+
+    ``page_of_token``, ``inside``: int64 ``[n]``; a negative page is none, and its rows are 0.
+    """
+
+    def __call__(self, pages: torch.Tensor, page_of_token: torch.Tensor, inside: torch.Tensor) -> torch.Tensor: ...
+
+
 class RowsPath(Protocol):
     """Rows of bytes from and to anywhere: :func:`kvtier.kernels.row_moves.move_rows`."""
 
@@ -115,6 +124,7 @@ class KernelPaths:
     fill_offsets: FillOffsetsPath
     prefill: PrefillPath
     decode: DecodePath
+    gather: GatherPath
     rows: RowsPath
 
 
@@ -142,6 +152,7 @@ def _paths_of(device_type: str) -> KernelPaths:
         from kvtier.kernels.block_offsets import fill_offsets_host
         from kvtier.kernels.decode_cpu import decode_torch
         from kvtier.kernels.fused_write import fused_write_torch
+        from kvtier.kernels.gather import gather_torch
         from kvtier.kernels.indexer_scatter import scatter_torch
         from kvtier.kernels.nvfp4 import dequantise_nvfp4_torch, quantise_nvfp4_torch
         from kvtier.kernels.partial_copy import partial_copy_torch
@@ -153,12 +164,13 @@ def _paths_of(device_type: str) -> KernelPaths:
             append=append_host, fused_write=fused_write_torch, zero_tail=zero_tail_torch, scatter=scatter_torch,
             quantise_nvfp4=quantise_nvfp4_torch, dequantise_nvfp4=dequantise_nvfp4_torch,
             partial_copy=partial_copy_torch, fill_offsets=fill_offsets_host,
-            prefill=prefill_torch, decode=decode_torch, rows=move_rows_host)
+            prefill=prefill_torch, decode=decode_torch, gather=gather_torch, rows=move_rows_host)
     if device_type == "cuda":
         from kvtier.kernels.triton_append import append_triton
         from kvtier.kernels.triton_block_offsets import fill_offsets_triton
         from kvtier.kernels.triton_decode import decode_triton
         from kvtier.kernels.triton_fused_write import fused_write_triton
+        from kvtier.kernels.triton_gather import gather_triton
         from kvtier.kernels.triton_nvfp4 import dequantise_nvfp4_triton, quantise_nvfp4_triton
         from kvtier.kernels.triton_partial_copy import partial_copy_triton
         from kvtier.kernels.triton_prefill import prefill_triton
@@ -170,7 +182,7 @@ def _paths_of(device_type: str) -> KernelPaths:
             append=append_triton, fused_write=fused_write_triton, zero_tail=zero_tail_triton, scatter=scatter_triton,
             quantise_nvfp4=quantise_nvfp4_triton, dequantise_nvfp4=dequantise_nvfp4_triton,
             partial_copy=partial_copy_triton, fill_offsets=fill_offsets_triton,
-            prefill=prefill_triton, decode=decode_triton, rows=move_rows_triton)
+            prefill=prefill_triton, decode=decode_triton, gather=gather_triton, rows=move_rows_triton)
     raise ConfigError(f"device type {device_type!r}: there are kernels for 'cpu' and 'cuda'; put the pool on one of these")
 
 
@@ -180,6 +192,7 @@ def _references(device_type: str) -> KernelPaths:
     from kvtier.kernels.attention_reference import decode_reference, prefill_reference
     from kvtier.kernels.block_offsets import fill_offsets_reference
     from kvtier.kernels.fused_write import fused_write_reference
+    from kvtier.kernels.gather import gather_reference
     from kvtier.kernels.indexer_scatter import scatter_reference
     from kvtier.kernels.nvfp4 import dequantise_nvfp4_reference, quantise_nvfp4_reference
     from kvtier.kernels.partial_copy import partial_copy_reference
@@ -190,4 +203,4 @@ def _references(device_type: str) -> KernelPaths:
         append=append_reference, fused_write=fused_write_reference, zero_tail=zero_tail_reference, scatter=scatter_reference,
         quantise_nvfp4=quantise_nvfp4_reference, dequantise_nvfp4=dequantise_nvfp4_reference,
         partial_copy=partial_copy_reference, fill_offsets=fill_offsets_reference,
-        prefill=prefill_reference, decode=decode_reference, rows=_paths_of(device_type).rows)
+        prefill=prefill_reference, decode=decode_reference, gather=gather_reference, rows=_paths_of(device_type).rows)

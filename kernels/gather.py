@@ -11,7 +11,8 @@ import torch
 
 from kvtier.errors import RequestError
 from kvtier.kernels.attention_context import ContextKeywords, PagedContext
-from kvtier.kernels.checks import check_plain, check_same_device, check_table, check_whole
+from kvtier.kernels.checks import NULL_ENTRY, check_plain, check_same_device, check_table, check_whole
+from kvtier.kernels.dispatch import kernel_paths
 from kvtier.kernels.nvfp4 import dequantise_nvfp4_torch
 from kvtier.kernels.quantise import from_storage
 from kvtier.kernels.storage import Storage
@@ -34,7 +35,8 @@ def gather_tokens(pages: torch.Tensor, table_row: torch.Tensor, num_tokens: int,
         all tokens lie in one page that holds numbers as they are. Zeros for tokens without a page, or that left their ring.
 
     Raises:
-        RequestError: a wrong shape, dtype or device, more tokens than the table holds, an entry outside the pool.
+        RequestError: a wrong shape, dtype or device, more tokens than the table holds, an entry outside the pool, which is always
+            looked for: on a GPU the host waits.
     """
     kernel = "gather_tokens"
     check_table(kernel, "table_row", table_row, with_sequences=False)
@@ -46,24 +48,59 @@ def gather_tokens(pages: torch.Tensor, table_row: torch.Tensor, num_tokens: int,
     if num_tokens < 0 or visibility.num_places(num_tokens, unit) > context.capacity:
         raise RequestError(f"{kernel}: num_tokens={num_tokens}: the table's {table_row.shape[1]} blocks of {unit} tokens hold 0 to "
                            f"{context.capacity}")
-    field = int(is_value)
-    source = context.stored.values if is_value else context.stored.keys
-    if 0 < num_tokens <= unit and context.stored.storage is Storage.SAME and visibility.ring is None and not visibility.sinks:
+    field, stored = int(is_value), context.stored
+    entries = table_row[field, :-(-visibility.num_places(num_tokens, unit) // unit)]
+    bad = context.layer_pages.is_bad(table_row[:, :len(entries)], field_axis=0)[field] & (entries != NULL_ENTRY)
+    if bool(bad.any()):
+        block = int(bad.nonzero()[0])
+        raise context.layer_pages.entry_error("table", 0, field, block, int(entries[block]))
+    if 0 < num_tokens <= unit and stored.storage is Storage.SAME and visibility.ring is None and not visibility.sinks:
         page = number_of_page(context, 0, field, 0)
         if page is not None:
-            return source[page, :, :num_tokens].transpose(0, 1)
-    dtype = source.dtype if context.stored.storage is Storage.SAME else torch.float32
-    dim = context.value_dim if is_value else context.stored.key_dim
-    out = torch.zeros(num_tokens, context.heads, dim, dtype=dtype, device=pages.device)
-    num_places = visibility.num_places(num_tokens, unit)
-    token_of_place = visibility.token_of_place(num_tokens, -(-num_places // unit) * unit, unit, pages.device)
-    for block in range(-(-num_places // unit)):
-        page = number_of_page(context, 0, field, block)
-        tokens = token_of_place[block * unit:(block + 1) * unit]
-        inside = (tokens >= 0).nonzero().flatten()
-        if page is not None and len(inside):
-            out[tokens[inside]] = read_page(context, is_value, page)[:, inside].transpose(0, 1).to(dtype)
-    return out
+            return (stored.values if is_value else stored.keys)[page, :, :num_tokens].transpose(0, 1)
+    tokens = torch.arange(num_tokens, device=pages.device)
+    places = visibility.places(tokens, unit)
+    entry = entries[places // unit].long()
+    is_there = entry != NULL_ENTRY
+    if visibility.ring is not None:
+        is_there &= visibility.ring.is_kept(tokens, torch.full_like(tokens, num_tokens))
+    return _gather(context, is_value, torch.where(is_there, entry + context.layer_pages.offset, -1), places % unit)
+
+
+def _gather(context: PagedContext, is_value: bool, page_of_token: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    """What is stored for single tokens as the numbers that it stands for. A token of a negative page is 0."""
+    stored, paths = context.stored, kernel_paths(page_of_token.device.type)
+
+    def rows_of(pages: torch.Tensor) -> torch.Tensor:
+        if not len(page_of_token):
+            return pages.new_empty(0, pages.shape[1], pages.shape[3])
+        return paths.gather(pages, page_of_token, inside)
+
+    data = stored.values if is_value else stored.keys
+    scale = stored.value_scale if is_value else stored.key_scale
+    if stored.storage is Storage.NVFP4:
+        block_scales = stored.value_block_scales if is_value else stored.key_block_scales
+        assert block_scales is not None
+        return paths.dequantise_nvfp4(rows_of(data), rows_of(block_scales), scale, torch.float32)
+    if stored.storage is Storage.FP8:   # as bytes: copying is no arithmetic, and not every operation knows it
+        return from_storage(rows_of(data.view(torch.uint8)).view(data.dtype), scale)
+    return rows_of(data) if stored.storage is Storage.SAME else from_storage(rows_of(data), scale)
+
+
+def gather_torch(pages: torch.Tensor, page_of_token: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    """The path in torch operations."""
+    rows = pages[page_of_token.clamp(min=0), :, inside]
+    rows[page_of_token < 0] = 0
+    return rows
+
+
+def gather_reference(pages: torch.Tensor, page_of_token: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    """The same, token by token, to be read and compared with."""
+    rows = torch.zeros(len(inside), pages.shape[1], pages.shape[3], dtype=pages.dtype, device=pages.device)
+    for token, (page, entry) in enumerate(zip(page_of_token.tolist(), inside.tolist(), strict=True)):
+        if page >= 0:
+            rows[token] = pages[page, :, entry]
+    return rows
 
 
 def number_of_page(context: PagedContext, row: int, field: int, block: int) -> int | None:
@@ -77,7 +114,7 @@ def number_of_page(context: PagedContext, row: int, field: int, block: int) -> i
         raise RequestError(f"{layer_pages.kernel}: block {block} of sequence {row}: the table has {context.table.shape[2]} (allowed: 0 to "
                            f"{context.table.shape[2] - 1})")
     entry = int(context.table[row, field, block])
-    if entry == -1:
+    if entry == NULL_ENTRY:
         return None
     if bool(layer_pages.is_bad(context.table[row, :, block], field_axis=0)[field]):
         raise layer_pages.entry_error("table", row, field, block, entry)

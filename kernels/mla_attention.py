@@ -41,9 +41,18 @@ def mla_decode(query_latent: torch.Tensor, query_rope: torch.Tensor, pages: torc
 
 def mla_prefill(query_latent: torch.Tensor, query_rope: torch.Tensor, pages: torch.Tensor, table_row: torch.Tensor, past: int, *,
                 layer: int, draft_mask: torch.Tensor | None = None, **how: Unpack[ContextKeywords]) -> torch.Tensor:
-    """A chunk of one sequence's queries over latent pages: :func:`mla_decode` for ``[tokens, heads, ...]``.
+    """A chunk of one sequence's queries over latent pages.
 
-    ``table_row``, ``past``, ``draft_mask`` and errors: as for :func:`~kvtier.kernels.attention.attention_prefill`.
+    Args:
+        query_latent, query_rope: ``[tokens, heads, latent_dim]`` and ``[tokens, heads, rope_dim]``, as for :func:`mla_decode`.
+        pages: ``[num_pages, 1, tokens_per_block, latent_dim + rope_dim]``: latent part first.
+        table_row, past, layer, draft_mask, how: as for :func:`~kvtier.kernels.attention.attention_prefill`. ``scale`` must be given.
+
+    Returns:
+        ``[tokens, heads, latent_dim]``.
+
+    Raises:
+        RequestError: as :func:`~kvtier.kernels.attention.attention_prefill`; parts whose widths do not make a row; no scale.
     """
     query = _joined("mla_prefill", query_latent, query_rope, pages)
     _complete("mla_prefill", how, query_latent.shape[2])

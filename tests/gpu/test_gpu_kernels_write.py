@@ -22,6 +22,7 @@ from kvtier.kernels import (
     copy_partial_blocks,
     dequantise_nvfp4,
     fused_write,
+    gather_tokens,
     plan_write,
     quantise_nvfp4,
     scatter_indexer_keys,
@@ -249,6 +250,25 @@ def test_indexer_keys_land_in_a_strided_pool() -> None:
         scatter_indexer_keys(target[:, 1].unsqueeze(2), move(keys), move(draw(50)), move(key_slots), move(scale_slots))
     assert same_bits(found, memory)
     assert bool(memory.any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_what_is_gathered_has_the_bytes_of_the_cpu(dtype: torch.dtype) -> None:
+    """Pages with gaps between them, one of which is null; codes of 4 bits with a scale of 1 for every sixteen."""
+    generator = torch.Generator().manual_seed(4)
+    memory = torch.randint(0, 127, (12, 16, 5, 64 * dtype.itemsize), dtype=torch.uint8, generator=generator).view(dtype)
+    how: dict[str, Any] = {"key_scale": 0.03, "value_scale": 0.01} if dtype.itemsize == 1 else {}
+    table = torch.tensor([[4, -1, 8, 0], [5, -1, 9, 1]], dtype=torch.int32)
+    for is_value in (False, True):
+        found = []
+        for place in (torch.Tensor.cpu, torch.Tensor.cuda):
+            if dtype == torch.uint8:
+                how["scale_pages"] = place(torch.full((12, 3, 16, 8), 0x38, dtype=torch.uint8))
+            pages = place(memory)[:, :, 1:4].transpose(1, 2)
+            found.append(gather_tokens(pages, place(table), 57, layer=1, num_layers=2, is_value=is_value, **how))
+        assert same_bits(found[1], found[0])
+        assert not found[0][16:32].any()
+        assert bool(found[0][32:].any())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

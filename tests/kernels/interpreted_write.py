@@ -13,6 +13,7 @@ import torch
 from kvtier.kernels.append import append_host
 from kvtier.kernels.block_offsets import ScratchWindow, fill_offsets_host
 from kvtier.kernels.fused_write import fused_write_torch
+from kvtier.kernels.gather import gather_torch
 from kvtier.kernels.indexer_scatter import scatter_torch
 from kvtier.kernels.nvfp4 import dequantise_nvfp4_torch, quantise_nvfp4_torch
 from kvtier.kernels.partial_copy import partial_copy_torch
@@ -22,6 +23,7 @@ from kvtier.kernels.storage import Storage, StoredPages
 from kvtier.kernels.triton_append import append_triton
 from kvtier.kernels.triton_block_offsets import fill_offsets_triton
 from kvtier.kernels.triton_fused_write import fused_write_triton
+from kvtier.kernels.triton_gather import gather_triton
 from kvtier.kernels.triton_nvfp4 import dequantise_nvfp4_triton, quantise_nvfp4_triton
 from kvtier.kernels.triton_partial_copy import partial_copy_triton
 from kvtier.kernels.triton_scatter import scatter_triton
@@ -216,6 +218,19 @@ def offset_cases() -> Iterator[tuple[str, bool]]:
             yield f"offsets {width} {has_scratch}", torch.equal(found, wanted) and not bool((wanted == 77).any())
 
 
+def gather_cases() -> Iterator[tuple[str, bool]]:
+    """Tokens of scattered pages, some of which are not there; strides with gaps, more heads than one program has, odd widths."""
+    for seed, (dtype, heads, dim) in enumerate(((torch.bfloat16, 3, 20), (torch.float32, 17, 128), (torch.uint8, 1, 576),
+                                                (torch.float16, 2, 5))):
+        generator = torch.Generator().manual_seed(seed)
+        memory = torch.randint(0, 256, (6, 4, heads + 1, (dim + 3) * dtype.itemsize), dtype=torch.uint8, generator=generator).view(dtype)
+        pages = memory[:, :, 1:, 3:].transpose(1, 2)   # [pages, heads, tokens, dim]
+        page, inside = torch.randint(-1, 6, (2, 11), generator=generator)
+        page[4] = -1
+        wanted, found = gather_torch(pages, page, inside.clamp(0, 3)), gather_triton(pages, page, inside.clamp(0, 3))
+        yield f"gather {dtype}", torch.equal(bits(found), bits(wanted)) and not bool(wanted[page < 0].any()) and bool(wanted.any())
+
+
 def nvfp4_cases() -> Iterator[tuple[str, bool]]:
     generator = torch.Generator().manual_seed(3)
     numbers = torch.randn(40, 3, 32, generator=generator) * torch.exp2(torch.randint(-14, 12, (40, 3, 1), generator=generator))
@@ -232,7 +247,7 @@ def nvfp4_cases() -> Iterator[tuple[str, bool]]:
 def main() -> int:
     """Exit code 0 when every case agrees."""
     failed = 0
-    for cases in (append_cases, fused_cases, tail_cases, scatter_cases, copy_cases, offset_cases, nvfp4_cases):
+    for cases in (append_cases, fused_cases, tail_cases, scatter_cases, copy_cases, offset_cases, gather_cases, nvfp4_cases):
         for name, agrees in cases():   # all of them, also after one has failed
             print(f"{name}: {'same' if agrees else 'DIFFERENT'}")
             failed += not agrees

@@ -90,7 +90,8 @@ MISTAKES: Final = [
          "store_rows(values, head, placed, value_page, inside, key_scale,", GPU_WRITE),
         ("page_reader.py", "stored.value_scale if is_value else stored.key_scale", "stored.key_scale",
          "test_attention_storage::test_the_scale_of_keys_is_not_that_of_values"),
-        ("gather.py", "scale = stored.value_scale if is_value else stored.key_scale", "scale = stored.key_scale",
+        ("gather.py", "scale = stored.value_scale if is_value else stored.key_scale\n    if stored.storage is Storage.NVFP4",
+         "scale = stored.key_scale\n    if stored.storage is Storage.NVFP4",
          "test_gather::test_the_first_tokens_are_what_was_written"),
         ("triton_attention.py", "share = value_scale / tl", "share = 1.0 / tl", GPU_READ)),
     *_mistakes_of(
@@ -261,11 +262,13 @@ MISTAKES: Final = [
          "test_page_list::test_a_list_is_a_table_and_lengths")),
     *_mistakes_of(
         "a null page is read as another one, or a value as a key",
-        ("gather.py", "if entry == -1:\n        return None", "if entry == -1:\n        return 0",
+        ("gather.py", "if entry == NULL_ENTRY:\n        return None", "if entry == NULL_ENTRY:\n        return 0",
          "test_gather::test_a_null_page_is_zeros"),
-        ("gather.py", "page = number_of_page(context, 0, field, block)\n        tokens",
-         "page = number_of_page(context, 0, 0, block)\n        tokens",
-         "test_gather::test_the_first_tokens_are_what_was_written")),
+        ("gather.py", "rows[page_of_token < 0] = 0", "rows[page_of_token < -1] = 0",
+         "test_gather::test_a_null_page_is_zeros"),
+        ("gather.py", "entries = table_row[field,", "entries = table_row[0,",
+         "test_gather::test_the_first_tokens_are_what_was_written"),
+        ("triton_gather.py", "mask=mask & (page >= 0)", "mask=mask", GPU_WRITE)),
     *_mistakes_of(
         "an offset of 32 bits overflows in a large pool",
         ("page_reader.py", "pages = entries.long() + self._offset", "pages = entries + self._offset",

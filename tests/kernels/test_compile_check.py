@@ -78,7 +78,7 @@ def test_a_kernel_is_not_compiled_anew_for_another_batch_or_layer(name):
 
 
 @pytest.mark.parametrize("name", ["append/nvfp4/8x128", "append/bf16/1x512+64", "value_tail/bf16/8x128", "fused_write/nvfp4/32+8x128",
-                                  "indexer_scatter/128", "partial_copy/i16/128", "block_offsets/scratch"])
+                                  "indexer_scatter/128", "gather/bf16/8x128", "partial_copy/i16/128", "block_offsets/scratch"])
 def test_no_offset_is_multiplied_in_32_bits(name):
     """Triton passes a stride below 2**31 as 32 bits; page * stride would then overflow in a pool of a few GiB."""
     import triton

@@ -16,13 +16,15 @@ from kvtier.kernels import gather_tokens
 @examples(60)
 @given(length=st.integers(0, 40), wanted=st.integers(0, 40), window=st.none() | st.integers(1, 50), sinks=st.integers(0, 9),
        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, NVFP4]), value_dim=st.sampled_from([16, 32]),
-       tokens_first=st.booleans())
-def test_the_first_tokens_are_what_was_written(length, wanted, window, sinks, dtype, value_dim, tokens_first):
+       tokens_first=st.booleans(), is_reference=st.booleans())
+def test_the_first_tokens_are_what_was_written(reference_switch, length, wanted, window, sinks, dtype, value_dim, tokens_first,
+                                               is_reference):
     scales = (1.0, 1.0) if dtype.is_floating_point and dtype.itemsize > 1 else (0.03, 0.01)
     batch = AttentionBatch([length], first=[0], window=window, sinks=0 if window is None else min(sinks, window - 1), dtype=dtype,
                            value_dim=value_dim, tokens_first=tokens_first, scales=scales)
     for is_value, rows in enumerate((batch.keys[0], batch.values[0])):
-        found = gather_tokens(batch.pages, batch.table[0], min(wanted, length), is_value=bool(is_value), **batch.how)
+        with reference_switch(is_reference):
+            found = gather_tokens(batch.pages, batch.table[0], min(wanted, length), is_value=bool(is_value), **batch.how)
         assert found.shape == rows[:wanted].shape
         assert torch.allclose(found.double(), rows[:wanted], rtol=1e-6, atol=0)   # 8 and 4 bits come out in float32
 

@@ -20,5 +20,5 @@ def test_interpreted_they_leave_the_same_bytes_as_the_torch_paths():
     assert done.returncode == 0, done.stdout + done.stderr
     names = [line.removesuffix(": same").split()[0] for line in done.stdout.splitlines()]
     assert {name: names.count(name) for name in names} == {
-        "append": 10, "fused": 7, "value": 9, "scatter": 2, "copy": 4, "offsets": 4, "nvfp4": 5,
+        "append": 10, "fused": 7, "value": 9, "scatter": 2, "copy": 4, "offsets": 4, "gather": 4, "nvfp4": 5,
     }
