@@ -48,6 +48,9 @@ def test_a_null_page_is_zeros():
     assert torch.equal(found[54:].double(), batch.keys[0][54:])
     batch.table[0, 0, 0] = -1
     assert torch.equal(gather_tokens(batch.pages, batch.table[0], 2, **batch.how), torch.zeros(2, 2, 16))
+    short = AttentionBatch([3])   # would be a view
+    short.table[0, 0, 0] = -1
+    assert torch.equal(gather_tokens(short.pages, short.table[0], 3, **short.how), torch.zeros(3, 2, 16))
 
 
 def test_a_ring_has_its_last_tokens_and_zeros_before_them():
