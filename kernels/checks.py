@@ -93,10 +93,19 @@ def check_finite(kernel: str, name: str, number: object, remedy: str) -> None:
 
 
 def check_own_memory(kernel: str, name: str, tensor: torch.Tensor) -> None:
-    """Every number of a tensor that is written has memory of its own, as far as strides of 0 tell."""
-    if 0 in (stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
-        raise RequestError(f"{kernel}: {name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}: numbers share memory, and a "
-                           "write would land in several places; pass a tensor with memory of its own for each (not an expanded one)")
+    """Every number of a tensor that is written has memory of its own.
+
+    That is plain where each axis steps over all that the axes with smaller steps reach. Other strides are refused, though some of them are
+    of numbers that lie between one another and share nothing: no pool is like that.
+    """
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size <= 1:
+            continue
+        if stride <= reach:
+            raise RequestError(f"{kernel}: {name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}: numbers share memory, and "
+                               "a write would land in several places; pass a tensor with memory of its own for each (not an expanded one)")
+        reach += (size - 1) * stride
 
 
 def check_apart(kernel: str, name: str, written: torch.Tensor, other_name: str, other: torch.Tensor) -> None:

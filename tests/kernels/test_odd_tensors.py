@@ -185,6 +185,14 @@ def test_numbers_that_share_memory_are_never_written(kernel, name):
     assert torch.equal(call[name], before)
 
 
+@pytest.mark.parametrize("strides", [(32, 16, 4, 3), (32, 16, 3, 1), (31, 16, 4, 1), (1, 16, 4, 1), (32, 15, 4, 1)], ids=str)
+def test_rows_that_reach_into_one_another_are_never_written(strides):
+    memory = torch.zeros(256)
+    with pytest.raises(RequestError, match="numbers share memory"):
+        write_kv(**fresh(write_kv) | {"pages": memory.as_strided((4, 2, 4, 4), strides)})
+    assert not memory.any()
+
+
 @pytest.mark.parametrize("over", ["qkv", "pages"])
 def test_queries_are_not_written_over_what_is_still_to_be_read(over):
     """The last of a token's queries in the place of its keys would be stored as its keys."""
