@@ -56,8 +56,8 @@ def test_much_is_shared_out_among_threads_and_all_of_it_arrives(threads, past_ca
     order = torch.randperm(pages)
     page = heads * tokens * num_bytes
     runs = np.stack([order.numpy() * page, np.arange(pages) * page, np.full(pages, tokens)], 1)
-    host_copy().copy_runs(destination.data_ptr(), source.data_ptr(), runs, num_bytes, heads * num_bytes, heads, tokens * num_bytes, num_bytes,
-                          num_bytes, threads, past_cache)
+    host_copy().copy_runs(destination.data_ptr(), source.data_ptr(), runs, num_bytes, heads * num_bytes, heads, tokens * num_bytes,
+                          num_bytes, num_bytes, threads, past_cache)
     assert torch.equal(destination[order].transpose(1, 2), source)
 
 
