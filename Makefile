@@ -35,8 +35,8 @@ types: $(READY)
 	$(BIN)/python scripts/stage.py
 	cd build/typed && $(BIN)/mypy --config-file ../../pyproject.toml -p kvtier
 
-# Both wheels: one with the pure rooms as extension modules for this Python and platform (needs a C compiler), and one of Python
-# alone, which runs everywhere. Everything else in them is the same.
+# Both wheels: one with the pure rooms and the module in C as extension modules for this Python and platform (needs a C compiler), and
+# one of Python alone, which runs everywhere. Everything else in them is the same.
 wheel: $(READY)
 	rm -rf dist build/lib* build/bdist*
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
