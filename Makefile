@@ -58,9 +58,10 @@ LEDGER_PYTHON ?= $(BIN)/python
 bench-ledger: compiled
 	PYTHONPATH=$(COMPILED) $(LEDGER_PYTHON) -m kvtier.cli bench ledger $(ARGS)
 
-# Every benchmark that can be measured here. The short form: make bench ARGS="--quick"; against an earlier run: --compare OLD.json
-bench: $(READY)
-	$(BIN)/kvtier bench all $(ARGS)
+# Every benchmark that can be measured here, of the compiled build where there is a compiler. The short form: make bench ARGS="--quick";
+# against an earlier run: --compare OLD.json
+bench: $(if $(shell command -v cc),compiled,$(READY))
+	PYTHONPATH=$(if $(shell command -v cc),$(COMPILED)) $(BIN)/python -m kvtier.cli bench all $(ARGS)
 
 # The random machine over the ledger of every layout, much longer than in the tests.
 STEPS ?= 1000000

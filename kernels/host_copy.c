@@ -21,7 +21,12 @@
 #include <emmintrin.h>
 #endif
 
-enum { LINE = 64, EXPECTED = 32 * LINE, SHARE_BYTES = 128 << 10 };
+enum {
+    LINE = 64,
+    EXPECTED = 32 * LINE,      /* of a piece, what is fetched ahead */
+    SHARE_BYTES = 128 << 10,   /* what a thread takes at once */
+    WORTH_WAKING = 4           /* shares: fewer are copied before other threads have woken up */
+};
 
 typedef struct {
     int64_t to, from, rows;
@@ -108,7 +113,8 @@ static void take_shares(void *shared) {
 }
 
 /* torch's threads, where its OpenMP library has this entry (GNU's and LLVM's have): they are the first to be at hand, since each of
- * torch's operations leaves them waiting for the next for a while. Threads of our own would compete with them for the cores. */
+ * torch's operations leaves them waiting for the next for a while. Threads of our own would compete with them for the cores. All of them
+ * or none: GNU's library ends the threads that a smaller team leaves over. */
 static void share_out(Work *work, unsigned threads) {
     typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
     Parallel parallel = threads > 1 ? (Parallel)dlsym(RTLD_DEFAULT, "GOMP_parallel") : NULL;
@@ -141,8 +147,7 @@ static PyObject *copy_runs(PyObject *Py_UNUSED(module), PyObject *arguments) {
         rows += work.runs[run].rows;
     int64_t shares = 1 + rows * work.pieces * work.bytes / SHARE_BYTES;
     work.runs_per_share = 1 + work.num_runs / shares;
-    shares /= 4;   /* to wake a thread takes as long as a few of them */
-    share_out(&work, (unsigned)(shares < threads ? shares : threads));
+    share_out(&work, shares < WORTH_WAKING ? 1 : (unsigned)threads);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&runs);
     Py_RETURN_NONE;
