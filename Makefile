@@ -35,8 +35,8 @@ types: $(READY)
 	$(BIN)/python scripts/stage.py
 	cd build/typed && $(BIN)/mypy --config-file ../../pyproject.toml -p kvtier
 
-# Both wheels: one with the pure rooms as extension modules for this Python and platform (needs a C compiler), and one of Python
-# alone, which runs everywhere. Everything else in them is the same.
+# Both wheels: one with the pure rooms and the module in C as extension modules for this Python and platform (needs a C compiler), and
+# one of Python alone, which runs everywhere. Everything else in them is the same.
 wheel: $(READY)
 	rm -rf dist build/lib* build/bdist*
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
@@ -58,9 +58,10 @@ LEDGER_PYTHON ?= $(BIN)/python
 bench-ledger: compiled
 	PYTHONPATH=$(COMPILED) $(LEDGER_PYTHON) -m kvtier.cli bench ledger $(ARGS)
 
-# Every benchmark that can be measured here. The short form: make bench ARGS="--quick"; against an earlier run: --compare OLD.json
-bench: $(READY)
-	$(BIN)/kvtier bench all $(ARGS)
+# Every benchmark that can be measured here, of the compiled build where there is a compiler. The short form: make bench ARGS="--quick";
+# against an earlier run: --compare OLD.json
+bench: $(if $(shell command -v cc),compiled,$(READY))
+	PYTHONPATH=$(if $(shell command -v cc),$(COMPILED)) $(BIN)/python -m kvtier.cli bench all $(ARGS)
 
 # The random machine over the ledger of every layout, much longer than in the tests.
 STEPS ?= 1000000

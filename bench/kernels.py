@@ -21,6 +21,7 @@ from kvtier.bench.measure import Alternative, interleave
 from kvtier.bench.report import Report, noise_row, require_memory, size_name, throughput_row
 from kvtier.errors import ConfigError
 from kvtier.kernels import OffsetTable, attention_decode, write_kv
+from kvtier.kernels.compiled_copy import copy_runs
 from kvtier.pools.layout import KVLayout, LayerGroup
 from kvtier.pools.primary import TORCH_DTYPES, PrimaryPool
 
@@ -98,7 +99,8 @@ def measure_kernels(quick: bool = False, *, plan: KernelsPlan | None = None) -> 
     require_memory("kvtier bench kernels", 2 * most + (256 << 20),
                    "end other programs" if quick else "end other programs, or use --quick, which needs less")
     report = Report("kvtier bench kernels", {
-        "command": "kernels", "quick": quick, "device": "cpu", "sequences": plan.sequences, "tokens": plan.tokens, "kv_heads": plan.heads,
+        "command": "kernels", "quick": quick, "device": "cpu", "compiled": copy_runs is not None,
+        "sequences": plan.sequences, "tokens": plan.tokens, "kv_heads": plan.heads,
         "query_heads": plan.heads * plan.group, "head_dim": plan.head_dim, "page_tokens": list(plan.page_tokens),
         "append_tokens": plan.append_tokens, "append_layers": plan.append_layers, "rounds": plan.rounds,
         "torch_threads": torch.get_num_threads(),
@@ -108,6 +110,8 @@ def measure_kernels(quick: bool = False, *, plan: KernelsPlan | None = None) -> 
                 f"append: {plan.append_tokens} tokens of one sequence in {plan.append_layers} layers, one after the other; GB/s of keys "
                 f"and values written. {COPY}: the same rows to the same pool, side by side. The size in a row's name is one "
                 f"page of keys: {', '.join(_page_names(plan))}. Pages are scattered. noise: the limit against itself, in the same rounds.")
+    if copy_runs is None:
+        report.note("Rows are written by library calls here; `make compiled` builds what is faster.")
     with torch.inference_mode():
         for dtype in plan.dtypes:
             for page_tokens in plan.page_tokens:

@@ -19,8 +19,9 @@ from kvtier.io.copy_tools import copy_tools
 from kvtier.io.cuda_copier import CudaCopier
 from kvtier.io.cuda_memory import Memory as AnyMemory
 from kvtier.io.cuda_stream import load_cuda
-from kvtier.io.layer_copier import BlockRows, LayerCopier, layers_copier, section_copier
+from kvtier.io.layer_copier import BlockCopier, BlockRows, layers_copier, section_copier
 from kvtier.io.layer_pieces import Layers, piece_ends, pieces_by_layer, pieces_on_host
+from kvtier.io.piece_copier import PieceCopier, piece_copier
 from kvtier.io.row_copier import Call, Numbers, RowCopier, Rows
 from kvtier.io.token_copier import TokenCopier
 from kvtier.pools.block_sections import BlockSection
@@ -70,13 +71,14 @@ class HostCopier:
         self._block_bytes = group.block_bytes
         self._num_layers = group.sections[0].shape[0]
         self._rows_of_sections = [(section_rows(source, section), section_rows(destination, section)) for section in group.sections]
-        self._of_layers: dict[Layers, list[RowCopier | LayerCopier]] = {}
+        self._of_layers: dict[Layers, list[BlockCopier]] = {}
         by_section = [section_copier(from_rows, to_rows) for from_rows, to_rows in self._rows_of_sections]
-        self._whole: list[RowCopier | LayerCopier] = [*by_section]
+        self._whole: list[BlockCopier] = [*by_section]
         self._is_of_rows = isinstance(source, HostArena) and isinstance(destination, HostArena)
         if isinstance(source, HostArena) and isinstance(destination, HostArena):
             # Between two arenas a block is one row, whatever it consists of.
-            self._whole = [RowCopier(source.rows, destination.rows)]
+            self._whole = [piece_copier(source.rows, destination.rows) or RowCopier(source.rows, destination.rows)]
+        self._has_short_plans = all(isinstance(copier, PieceCopier) for copier in by_section)
         self._beside = [copier for copier, section in zip(by_section, group.sections, strict=True) if not section.is_by_token]
         self._by_token = [TokenCopier(_bytes_of(source, section), _bytes_of(destination, section))
                           for section in group.sections if section.is_by_token]
@@ -99,16 +101,20 @@ class HostCopier:
         return calls
 
     def layer_ends(self, pairs: Sequence[tuple[int, int]], most: int) -> tuple[int, ...]:
-        """See ``Copier.layer_ends``. A piece takes a call for each run of neighbours and section; of a layer-first pool, for each layer."""
+        """See ``Copier.layer_ends``. A piece takes a call for each section; by library calls, for each run of neighbours, and of a
+        layer-first pool, for each layer."""
         num_bytes = len(pairs) * self._block_bytes
         if self._is_of_rows or pieces_on_host(most, num_bytes, 1) == 1:
             return (self._num_layers,)
-        calls = num_runs(pairs) * len(self._rows_of_sections)
+        calls = len(self._rows_of_sections)
+        if self._has_short_plans:
+            return piece_ends(self._num_layers, pieces_on_host(most, num_bytes, calls))
+        calls *= num_runs(pairs)
         if any(source.layers or destination.layers for source, destination in self._rows_of_sections):
             return piece_ends(self._num_layers, pieces_by_layer(most, num_bytes, calls * self._num_layers))
         return piece_ends(self._num_layers, pieces_on_host(most, num_bytes, calls))
 
-    def _copiers_of(self, layers: Layers) -> list[RowCopier | LayerCopier]:
+    def _copiers_of(self, layers: Layers) -> list[BlockCopier]:
         found = self._of_layers.get(layers)
         if found is None:
             found = [layers_copier(source, destination, self._num_layers, *layers) for source, destination in self._rows_of_sections]

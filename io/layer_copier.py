@@ -7,9 +7,11 @@ same to ``RowCopier`` once a row is one layer of one block, so that a batch of b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
+from kvtier.io.piece_copier import PieceCopier, piece_copier
 from kvtier.io.row_copier import Call, Numbers, RowCopier, Rows, strided_copy
 
 
@@ -25,6 +27,10 @@ class BlockRows:
 
     rows: Rows
     layers: int = 0
+
+    def by_layer(self, num_layers: int) -> Rows:
+        """Blocks of so many layers, uint8 ``[slots, layers, bytes of one layer]``, strided."""
+        return _cube(self).transpose(1, 0, 2) if self.layers else self.rows.reshape(len(self.rows), num_layers, -1)
 
 
 class LayerCopier:
@@ -81,15 +87,24 @@ class LayerCopier:
         return self._pages.plan((sources[:, None] * count + self._layers).ravel(), (destinations[:, None] + apart).ravel())
 
 
-def section_copier(source: BlockRows, destination: BlockRows) -> RowCopier | LayerCopier:
+BlockCopier: TypeAlias = PieceCopier | RowCopier | LayerCopier
+"""Plans the calls that copy blocks of two memories."""
+
+
+def section_copier(source: BlockRows, destination: BlockRows) -> BlockCopier:
     """The copier for one section of the blocks of two memories."""
+    layers = source.layers or destination.layers or 1
+    if (pieces := piece_copier(source.by_layer(layers), destination.by_layer(layers))) is not None:
+        return pieces
     if source.layers or destination.layers:
         return LayerCopier(source, destination)
     return RowCopier(source.rows, destination.rows)
 
 
-def layers_copier(source: BlockRows, destination: BlockRows, num_layers: int, first: int, end: int) -> RowCopier | LayerCopier:
+def layers_copier(source: BlockRows, destination: BlockRows, num_layers: int, first: int, end: int) -> BlockCopier:
     """The copier for layers ``first`` to ``end`` - 1 of one section, which has ``num_layers`` of them."""
+    if (pieces := piece_copier(source.by_layer(num_layers)[:, first:end], destination.by_layer(num_layers)[:, first:end])) is not None:
+        return pieces
     if source.layers or destination.layers:
         return LayerCopier(source, destination, first, end)
     layer_bytes = source.rows.shape[1] // num_layers

@@ -23,6 +23,7 @@ from kvtier.io.cuda_batch import Addresses
 from kvtier.io.cuda_stream import current_handle
 from kvtier.io.row_copier import halves
 from kvtier.io.row_kernel import RowMover
+from kvtier.kernels.compiled_copy import CopyRuns, copy_runs
 from kvtier.kernels.row_moves import RowPlaces
 from kvtier.pools.host_arena import HostArena
 
@@ -117,18 +118,34 @@ class HostPageCopier:
 
     def store(self, runs: Sequence[PageRun]) -> None:
         """Copy now, in the calling thread."""
-        for run in runs:
-            for at, rows in self._tensors:
-                _copy(self._places(run, at, rows.shape[1]), rows[run.page:run.page + run.length])
+        self._copy(runs, Direction.DOWN)
 
     def load(self, runs: Sequence[PageRun]) -> None:
         """Copy now, in the calling thread."""
+        self._copy(runs, Direction.UP)
+
+    def _copy(self, runs: Sequence[PageRun], direction: Direction) -> None:
+        if copy_runs is not None:
+            self._copy_compiled(copy_runs, runs, direction)
+            return
         for run in runs:
             for at, rows in self._tensors:
-                _copy(rows[run.page:run.page + run.length], self._places(run, at, rows.shape[1]))
+                slots = np.ndarray((run.length, rows.shape[1]), np.uint8, self._arena.data, run.offset + at, (run.step, 1))
+                pages = rows[run.page:run.page + run.length]
+                for to_rows, from_rows in halves(slots, pages) if direction is Direction.DOWN else halves(pages, slots):
+                    np.copyto(to_rows, from_rows)
 
-    def _places(self, run: PageRun, at: int, width: int) -> Flat:
-        return np.ndarray((run.length, width), np.uint8, self._arena.data, run.offset + at, (run.step, 1))
+    def _copy_compiled(self, copy_runs: CopyRuns, runs: Sequence[PageRun], direction: Direction) -> None:
+        """One call for each tensor, or as many as there are distances between pages in the arena."""
+        for step in {run.step for run in runs}:
+            table = np.array([(run.offset, run.page, run.length) for run in runs if run.step == step], np.int64)
+            for at, rows in self._tensors:
+                width, pitch = rows.shape[1], rows.strides[0]
+                slots, pages, places = self._arena.ctypes.data + at, rows.ctypes.data, table * np.array((1, pitch, 1))
+                if direction is Direction.DOWN:
+                    copy_runs(slots, pages, places, step, pitch, 1, 0, 0, width, 1, True)
+                else:
+                    copy_runs(pages, slots, places[:, (1, 0, 2)].copy(), pitch, step, 1, 0, 0, width, 1, True)
 
 
 class _Tensor(NamedTuple):
@@ -218,11 +235,6 @@ class CudaPageCopier:
             arena = RowPlaces(self._address + tensor.at, grain, 0)
             device = RowPlaces(tensor.address, tensor.pitch, 0)
             kernel.copy(arena if is_store else device, device if is_store else arena, pairs, 1, tensor.width, stream)
-
-
-def _copy(destination: Flat, source: Flat) -> None:
-    for to_rows, from_rows in halves(destination, source):
-        np.copyto(to_rows, from_rows)
 
 
 def _places(runs: Sequence[PageRun]) -> list[tuple[int, int]]:

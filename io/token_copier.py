@@ -7,6 +7,7 @@ whatever the dtype, and gives the GIL back once for each block.
 
 from __future__ import annotations
 
+from kvtier.io.piece_copier import piece_copier
 from kvtier.io.row_copier import Call, Numbers, Rows, strided_copy
 
 
@@ -24,5 +25,7 @@ class TokenCopier:
     def plan(self, sources: Numbers, destinations: Numbers, num_tokens: int) -> list[Call]:
         """The calls that copy ``num_tokens`` tokens; otherwise as of :meth:`RowCopier.plan`. No destination may be a source."""
         source, destination = self._source[..., :num_tokens, :], self._destination[..., :num_tokens, :]
+        if (pieces := piece_copier(source, destination)) is not None:
+            return pieces.plan(sources, destinations)
         return [strided_copy(destination[to_slot], source[from_slot])
                 for from_slot, to_slot in zip(sources.tolist(), destinations.tolist(), strict=True)]

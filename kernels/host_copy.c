@@ -21,7 +21,12 @@
 #include <emmintrin.h>
 #endif
 
-enum { LINE = 64, SHARE_BYTES = 128 << 10 };
+enum {
+    LINE = 64,
+    EXPECTED = 32 * LINE,      /* of a piece, what is fetched ahead */
+    SHARE_BYTES = 128 << 10,   /* what a thread takes at once */
+    WORTH_WAKING = 4           /* shares: fewer are copied before other threads have woken up */
+};
 
 typedef struct {
     int64_t to, from, rows;
@@ -37,6 +42,7 @@ typedef struct {
     _Atomic int64_t next;   /* the first run that no thread has taken */
 } Work;
 
+/* Whole lines; `to` is where one begins. */
 static void store_past_cache(char *to, const char *from, int64_t bytes) {
 #if defined(__SSE2__)
     for (int64_t done = 0; done < bytes; done += LINE) {
@@ -54,16 +60,36 @@ static void store_past_cache(char *to, const char *from, int64_t bytes) {
 #endif
 }
 
-static void copy_run(const Work *work, Run run) {
+/* A part of a line that went past the cache would make memory read the rest of it: what does not begin or end with a line is copied
+ * through the cache there, and wholly where it is short. */
+static void copy_piece(char *to, const char *from, int64_t bytes, int past_cache) {
+    int64_t head = -(uintptr_t)to % LINE, whole = (bytes - head) / LINE * LINE;
+    if (!past_cache || whole < (head || bytes % LINE ? 4 * LINE : LINE)) {
+        memcpy(to, from, (size_t)bytes);
+        return;
+    }
+    memcpy(to, from, (size_t)head);
+    store_past_cache(to + head, from + head, whole);
+    memcpy(to + head + whole, from + head + whole, (size_t)(bytes - head - whole));
+}
+
+/* The processor foresees what follows what is read, but not where the next piece begins. (Always inline: GNU's compiler takes a function
+ * that only does this for one that does nothing.) */
+__attribute__((always_inline)) static inline void expect(const char *next, const char *from, int64_t bytes) {
+    if (next != from + bytes)
+        for (int64_t line = 0; line < bytes && line < EXPECTED; line += LINE)
+            __builtin_prefetch(next + line);
+}
+
+/* `behind` is what is read after the run. */
+static void copy_run(const Work *work, Run run, const char *behind) {
     for (int64_t row = 0; row < run.rows; row++) {
         char *to = work->destination + run.to + row * work->destination_row;
         const char *from = work->source + run.from + row * work->source_row;
+        const char *next_row = row + 1 < run.rows ? from + work->source_row : behind;
         for (int64_t piece = 0; piece < work->pieces; piece++, to += work->destination_piece, from += work->source_piece) {
-            /* Only whole lines: a part of one that goes past the cache makes memory read the rest. */
-            if (work->past_cache && (((uintptr_t)to | (uintptr_t)work->bytes) & (LINE - 1)) == 0)
-                store_past_cache(to, from, work->bytes);
-            else
-                memcpy(to, from, (size_t)work->bytes);
+            expect(piece + 1 < work->pieces ? from + work->source_piece : next_row, from, work->bytes);
+            copy_piece(to, from, work->bytes, work->past_cache);
         }
     }
 }
@@ -75,8 +101,10 @@ static void take_shares(void *shared) {
         int64_t run = atomic_fetch_add(&work->next, work->runs_per_share), end = run + work->runs_per_share;
         if (run >= work->num_runs)
             break;
-        for (; run < end && run < work->num_runs; run++)
-            copy_run(work, work->runs[run]);
+        for (; run < end && run < work->num_runs; run++) {
+            Run next = work->runs[run + 1 < work->num_runs ? run + 1 : run];
+            copy_run(work, work->runs[run], work->source + next.from);
+        }
     }
 #if defined(__SSE2__)
     if (work->past_cache)
@@ -85,7 +113,8 @@ static void take_shares(void *shared) {
 }
 
 /* torch's threads, where its OpenMP library has this entry (GNU's and LLVM's have): they are the first to be at hand, since each of
- * torch's operations leaves them waiting for the next for a while. Threads of our own would compete with them for the cores. */
+ * torch's operations leaves them waiting for the next for a while. Threads of our own would compete with them for the cores. All of them
+ * or none: GNU's library ends the threads that a smaller team leaves over. */
 static void share_out(Work *work, unsigned threads) {
     typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
     Parallel parallel = threads > 1 ? (Parallel)dlsym(RTLD_DEFAULT, "GOMP_parallel") : NULL;
@@ -118,8 +147,7 @@ static PyObject *copy_runs(PyObject *Py_UNUSED(module), PyObject *arguments) {
         rows += work.runs[run].rows;
     int64_t shares = 1 + rows * work.pieces * work.bytes / SHARE_BYTES;
     work.runs_per_share = 1 + work.num_runs / shares;
-    shares /= 4;   /* to wake a thread takes as long as a few of them */
-    share_out(&work, (unsigned)(shares < threads ? shares : threads));
+    share_out(&work, shares < WORTH_WAKING ? 1 : (unsigned)threads);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&runs);
     Py_RETURN_NONE;

@@ -16,15 +16,11 @@ from typing import Final
 import numpy as np
 import torch
 
+from kvtier.kernels.compiled_copy import CopyRuns, copy_runs
 from kvtier.kernels.nvfp4 import quantise_nvfp4_reference, quantise_nvfp4_torch
 from kvtier.kernels.places import Numbers, PageRuns, spread
 from kvtier.kernels.quantise import to_storage
 from kvtier.kernels.storage import Storage
-
-try:
-    from kvtier.kernels.host_copy import copy_runs
-except ImportError:   # the plain build
-    copy_runs = None  # type: ignore[assignment]
 
 _PAST_CACHE: Final = 256 << 10
 """Bytes from which on rows are written past the cache. Whoever read them next, attention among them, took no longer for that."""
@@ -61,7 +57,7 @@ def write_rows(pages: torch.Tensor, block_scales: torch.Tensor | None, storage: 
 
 def _assign(pages: torch.Tensor, numbers: Numbers, runs: PageRuns, rows: torch.Tensor) -> None:
     if copy_runs is not None and pages.stride(3) == 1 and pages.data_ptr() and rows.data_ptr():   # a tensor that wraps one has no address
-        _copy(pages, numbers, runs, rows)
+        _copy(copy_runs, pages, numbers, runs, rows)
         return
     num_pages, heads, tokens_per_block, dim = pages.shape
     page_stride, head_stride, token_stride, dim_stride = pages.stride()
@@ -87,7 +83,7 @@ def _assign(pages: torch.Tensor, numbers: Numbers, runs: PageRuns, rows: torch.T
     _as(beginning, element).index_copy_(0, places, _as(rows, element))
 
 
-def _copy(pages: torch.Tensor, numbers: Numbers, runs: PageRuns, rows: torch.Tensor) -> None:
+def _copy(copy_runs: CopyRuns, pages: torch.Tensor, numbers: Numbers, runs: PageRuns, rows: torch.Tensor) -> None:
     if rows.stride(2) != 1:
         rows = rows.contiguous()
     size, heads, dim = pages.element_size(), pages.shape[1], pages.shape[3]

@@ -28,6 +28,7 @@ from kvtier.pools.sizing import SizeKind, format_bytes, parse_sizes
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.config_reference import settings_as_json, sizes_in_words
 from kvtier.tiering.config_sources import expand_path
+from kvtier.tiering.ledger import ledger
 
 _SMALL_SHARED_MEMORY: Final = 1 << 30
 
@@ -97,7 +98,7 @@ def examine(directory: Path | None = None, config_file: Path | None = None) -> R
     if directory is None and config is not None:
         directory = config.nvme_directory
     gpu = _gpu()
-    findings += [_python(), Finding("kvtier", Status.OK, kvtier.__version__), _torch(gpu), gpu]
+    findings += [_python(), _kvtier(), _torch(gpu), gpu]
     findings += [_package(name, gpu, without) for name, without in
                  (("cupy", 'device="cuda" cannot run'), ("kvikio", "NVMe goes through the host (POSIX), not GPUDirect"))]
     findings += [_copies(gpu), _cpus(), _host_memory(), _memlock(gpu), _shared_memory()]
@@ -162,6 +163,12 @@ def _copies(gpu: Finding) -> Finding:
         return Finding("copies", Status.OK, "; ".join([f"{direction}: {path}" for direction, path in paths.items()]))
     return Finding("copies", Status.WARN, f"a call for each piece, nothing else was measured: {reason}",
                    "update the driver to 12.8 or later, and install triton, if many small blocks are moved")
+
+
+def _kvtier() -> Finding:
+    """Which of the two wheels this is: what is compiled comes together."""
+    build = "plain Python" if str(ledger.__file__).endswith(".py") else "compiled"
+    return Finding("kvtier", Status.OK, f"{kvtier.__version__}, {build}")
 
 
 def _cpus() -> Finding:

@@ -53,13 +53,19 @@ def test_on_a_device_a_piece_is_worth_it_while_its_units_are_large(blocks: int, 
     assert pieces_on_device(4, blocks * block_bytes, block_bytes) == pieces
 
 
-@pytest.mark.parametrize(("layer_first", "pairs", "ends"), [
-    (False, RUN, (2, 4, 6, 8)),
-    (False, SCATTERED, (8,)),         # 8 blocks of 1 MiB: whole blocks in one call are faster
-    (False, RUN[:1], (8,)),
-    (True, RUN, (2, 4, 6, 8)),        # a call for each layer, 1 MiB each
-    (True, RUN[:4], (8,)),            # half as much
-], ids=str)
+@pytest.mark.parametrize(("copies", "layer_first", "pairs", "ends"), [
+    ("library", False, RUN, (2, 4, 6, 8)),
+    ("library", False, SCATTERED, (8,)),         # 8 blocks of 1 MiB: whole blocks in one call are faster
+    ("library", False, RUN[:1], (8,)),
+    ("library", True, RUN, (2, 4, 6, 8)),        # a call for each layer, 1 MiB each
+    ("library", True, RUN[:4], (8,)),            # half as much
+    ("compiled", False, RUN, (2, 4, 6, 8)),
+    ("compiled", False, SCATTERED, (2, 4, 6, 8)),   # one call for each piece, whatever the slots and the layout
+    ("compiled", True, SCATTERED[:4], (2, 4, 6, 8)),
+    ("compiled", True, RUN[:2], (4, 8)),
+    ("compiled", False, RUN[:1], (8,)),
+], indirect=["copies"], ids=str)
+@pytest.mark.usefixtures("copies")
 def test_large_loads_of_neighbours_are_cut(layer_first: bool, pairs: list[tuple[int, int]], ends: tuple[int, ...]) -> None:
     group = KVLayout.uniform(8, 8, 128, "bfloat16", 32).groups[0]  # 1 MiB
     pools = GroupPools(group, PrimaryPool(group, 8, "cpu", layer_first), HostArena(8, group.block_bytes, pin=False))

