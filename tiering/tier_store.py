@@ -331,8 +331,12 @@ class TierStore:
                     tensor.stride(1) != 1 and tensor.shape[1] > 1):
                 raise RequestError(f"tensors: {tensor.dtype} {list(tensor.shape)} on {tensor.device}; pass uint8 [num_pages, bytes] in "
                                    "host memory, rows contiguous")
+            if not tensor.shape[1] or (tensor.shape[0] > 1 and tensor.stride(0) < tensor.shape[1]):
+                raise RequestError(f"tensors: {list(tensor.shape)} with strides {tensor.stride()}; pass rows of a byte at least, each in "
+                                   "memory of its own")
         if width != size:
             raise RequestError(f"tensors: a page of {width} bytes; pages of group {group} have {size}")
+        pages = arguments.whole_numbers("pages", pages)
         rows = min((tensor.shape[0] for tensor in tensors), default=0)
         if len(pages) and not 0 <= min(pages) <= max(pages) < rows:
             raise RequestError(f"pages={list(pages)[:8]}: the tensors have rows 0..{rows - 1}")

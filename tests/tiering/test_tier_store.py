@@ -351,6 +351,10 @@ def test_a_call_whose_end_fails_is_over_all_the_same(make: Callable[..., TierSto
     ([torch.zeros(4, 3000, dtype=torch.uint8)], [4], "rows 0..3"),
     ([torch.zeros(4, 3000, dtype=torch.uint8)], [-1], "rows 0..3"),
     ([torch.zeros(4, 3000, dtype=torch.uint8)], [0, 1], "2 rows for 1 keys"),
+    ([torch.zeros(4, 3000, dtype=torch.uint8)], [0.5], "pages: pass whole numbers"),
+    ([torch.zeros(1, 3000, dtype=torch.uint8).expand(4, 3000)], [0], "memory of its own"),
+    ([torch.zeros(6000, dtype=torch.uint8).as_strided((4, 3000), (1000, 1))], [0], "memory of its own"),
+    ([torch.zeros(4, 3000, dtype=torch.uint8), torch.zeros(4, 0, dtype=torch.uint8)], [0], "a byte at least"),
 ])
 def test_tensors_that_do_not_fit_are_refused_and_nothing_is_copied(make: Callable[..., TierStore], tensors: Pieces, pages: list[int],
                                                                    named: str) -> None:
