@@ -68,6 +68,7 @@ def piece_copier(source: Rows, destination: Rows) -> PieceCopier | None:
     """
     if copy_runs is None:
         return None
+    assert source.shape[1:] == destination.shape[1:], f"blocks of {source.shape[1:]} and of {destination.shape[1:]}"
     dimensions: list[tuple[int, int, int]] = []   # length, strides of source and destination; from the last one
     for length, *strides in reversed(list(zip(source.shape[1:], source.strides[1:], destination.strides[1:], strict=True))):
         if length == 1 and dimensions:
