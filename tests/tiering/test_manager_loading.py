@@ -162,6 +162,9 @@ def test_without_backings_the_slow_slot_is_given_back(make_cache: MakeCache) -> 
     assert cache.match(PROMPT).tokens_by_level == (12, 0, 0)
     assert (cache.stats().nvme.backing_blocks, cache.stats().nvme.evictable_blocks) == (0, 0)
     cache.verify()
+    cache.truncate(PROMPT, 0)
+    cache.close()
+    assert make_cache(8, 4, 16).match(PROMPT).tokens_by_level == (0, 0, 0), "what was forgotten is not found by the next process"
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2, 3])

@@ -168,6 +168,12 @@ class BatchPlanner:
             if self.state.has_recurrent:
                 plan.give_up_matches()
 
+    def give_up_parts(self) -> None:
+        """Reuse no part of a block, not even one that would be taken over in place: a first chunk that starts behind it may end a chunk
+        later, and take more blocks."""
+        for plan in self.plans:
+            self._give_up_partial(plan)
+
     def _is_fully_matched(self, block: Block) -> bool:
         """Whether an earlier request of the batch holds the block as a whole."""
         position = self.plans[-1].num_matched  # the tree holds the block at one depth, where the rows of all requests have it

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from kvtier.errors import CapacityError
 from kvtier.policies.eviction import EMPTY, NUM_PRIORITIES, EvictionQueues, ListHead
 from kvtier.policies.queue_record import NOT_QUEUED, QueueRecord
-from kvtier.pools.pool_index import LEVEL_BITS, NVME, PRIMARY, SECONDARY, level_of
+from kvtier.pools.pool_index import LEVEL_BITS, NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.events import EventLog
 from kvtier.tiering.ledger.file_level import FileLevel
@@ -310,8 +310,11 @@ class BlockAllocator(FileLevel):
     def rise_into(self, block: Block, own: Block) -> None:
         """Bring a block to the primary level by giving it the slot of ``own``, a primary handle with the same bytes that nobody but the
         caller references. ``own`` gets the lower slot, and its one reference ends."""
+        level = level_of(block.index)
         own.ref_count = 0
-        self._rise(block, own, level_of(block.index))
+        self._rise(block, own, level)
+        if level == NVME and own.owner is None:  # no read of that slot will end, and delete its row then
+            self.moves.discard(self.group, slot_of(own.index))
 
     def _rise(self, block: Block, spare: Block, level: int) -> None:
         """Exchange a lower block with a primary handle, whose new slot stays the block's backing or is given back at the call's end."""

@@ -350,4 +350,7 @@ class FileLevel(LevelTable):
 
     def end_access(self, level: int, slot: int) -> None:
         self._end_busy(level, slot)
-        self._settle_after_busy(self.holders[level][slot])
+        handle = self.holders[level][slot]
+        if level == NVME and handle.file_uses == 0 and handle.owner is None and not handle.has_content and slot not in self.quarantined:
+            self.moves.discard(self.group, slot)  # forgotten meanwhile: the row stayed for the tool
+        self._settle_after_busy(handle)

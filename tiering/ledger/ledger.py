@@ -125,13 +125,19 @@ class Ledger(LedgerState):
                 is_plenty = False
         if is_plenty:
             return
+        if self._lacks_room_for(planner):
+            planner.give_up_copies()
+            if self.is_chunked and self._lacks_room_for(planner):
+                planner.give_up_parts()
         groups = range(len(self.groups))
-        for group in groups:
-            if planner.needed_primary(group) > free_beside(self.allocators[group], planner.protected(group)):
-                planner.give_up_copies()
-                break
         require_room(self, [planner.needed_primary(group) for group in groups], [planner.protected(group) for group in groups],
                      f"requests {sorted(batch_ids)}")
+
+    def _lacks_room_for(self, planner: BatchPlanner) -> bool:
+        for group, allocator in enumerate(self.allocators):
+            if planner.needed_primary(group) > free_beside(allocator, planner.protected(group)):
+                return True
+        return False
 
     def _require_room_for_chunks(self, planner: BatchPlanner) -> None:
         """Refuse a prompt that would wait for ever: the pool could not hold its window and a chunk even if nobody else were there."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtier.pools.pool_index import NVME, SECONDARY
+from kvtier.pools.pool_index import NVME, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.key_events import KeyEvent
 from kvtier.tiering.ledger.key_finding import HIT, MISS
 from kvtier.tiering.ledger.key_invariants import verify_keys
 from kvtier.tiering.ledger.key_jobs import EngineJob
 from kvtier.tiering.ledger.key_ledger import KeyLedger
-from kvtier.tiering.ledger.keyed_level import engine_key
-from kvtier.tiering.ledger.moves import Move, WarmRow
+from kvtier.tiering.ledger.keyed_level import engine_key, file_key
+from kvtier.tiering.ledger.moves import Discard, Move, WarmRow
 from kvtier.tiering.ledger.rules import TierRules
 
 NUM_GROUPS = 2
@@ -45,6 +45,9 @@ class KeyMachine(RuleBasedStateMachine):
                                                           for level in (SECONDARY, NVME)}
         self.num_events = 0
         self.verifying: list[tuple[int, int]] = []
+        self.records: list[Move | Discard] = []
+        self.written: set[int] = set()  # numbers of Moves that ended well
+        self.rows: dict[tuple[int, int], bytes] = {}  # of the manifest at the start, by (group, slot)
 
     # -- the engine ------------------------------------------------------------------------------------------------------
 
@@ -157,6 +160,7 @@ class KeyMachine(RuleBasedStateMachine):
         move = self.moving.pop(data.draw(st.integers(0, len(self.moving) - 1)))
         source, destination = (move.group, move.source), (move.group, move.destination)
         if outcome == "well":
+            self.written.add(move.number)
             key = engine_key(move.key)
             assert self.bytes.get(source) == key, "a file operation moved other bytes than it was told"
             self.bytes[destination] = key
@@ -199,11 +203,27 @@ class KeyMachine(RuleBasedStateMachine):
 
     # -- what always holds -----------------------------------------------------------------------------------------------
 
-    @invariant()
-    def all_is_well(self) -> None:
+    def fetch(self) -> None:
         for record in self.ledger.moves.take():
+            self.records.append(record)
             if isinstance(record, Move):
                 self.moving.append(record)
+
+    def rows_of(self, group: int) -> dict[int, bytes]:
+        """What the manifest names when all records have been carried out, as if in order. The rows of bad slots are left out."""
+        rows = {slot: key for (number, slot), key in self.rows.items() if number == group}
+        for record in self.records:
+            if record.group == group and isinstance(record, Discard):
+                rows.pop(record.slot, None)
+            elif record.group == group and isinstance(record, Move) and level_of(record.destination) == NVME:
+                rows.pop(slot_of(record.destination), None)
+                if record.number in self.written:
+                    rows[slot_of(record.destination)] = record.key
+        return {slot: key for slot, key in rows.items() if slot not in self.ledger.allocators[group].quarantined}
+
+    @invariant()
+    def all_is_well(self) -> None:
+        self.fetch()
         verify_keys(self.ledger)
         self.replay()
         for group in range(NUM_GROUPS):
@@ -243,15 +263,17 @@ class KeyMachine(RuleBasedStateMachine):
                 self.ledger.release_abandoned(job.number)
         for request in list(self.ledger.requests):
             self.ledger.end_request(request)
-        self.moving += [record for record in self.ledger.moves.take() if isinstance(record, Move)]
+        self.fetch()
         while self.moving:
             self.ledger.finish(self.moving.pop(), True, False)
-            self.moving += [record for record in self.ledger.moves.take() if isinstance(record, Move)]
+            self.fetch()
         verify_keys(self.ledger)
         assert self.ledger.num_leases() == 0
         assert not self.ledger.jobs
         assert not self.ledger.abandoned
-        for level in self.ledger.allocators:
+        for group, level in enumerate(self.ledger.allocators):
+            kept = {slot: level.chain_key(holder.owner or holder) for slot, holder in enumerate(level.holders[NVME]) if holder.num_tokens}
+            assert self.rows_of(group) == kept, "the manifest names what the ledger keeps"
             assert all(block.ref_count == 0 for block in level.blocks)
             assert level.queues.num_free(SECONDARY) == self.HOST
             assert level.queues.num_free(NVME) == self.NVME - len(level.quarantined)
@@ -266,6 +288,7 @@ class WarmKeyMachine(KeyMachine):
         for group in range(NUM_GROUPS):
             for slot in range(self.NVME):
                 rows.append(WarmRow(group, slot, KEYS[slot]))
+                self.rows[group, slot] = file_key(KEYS[slot])
                 self.bytes[group, slot << 2 | NVME] = KEYS[slot]
         self.ledger.adopt_store(rows, [])
 

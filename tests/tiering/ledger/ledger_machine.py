@@ -94,6 +94,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.next_id = 0
         self.leases: list[Any] = []
+        self.accesses: list[tuple[int, int]] = []  # (group, NVMe slot) of tools
         self.prompts: list[dict[str, Any]] = []
         self.num_steps = -1  # the look behind this call counts none
 
@@ -145,6 +146,24 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.ledger.onboard(block_id, group)
         except (CapacityError, RequestError):
             assert snapshot(self.ledger) == before
+        self.driver.tiers.fetch()
+
+    @precondition(lambda self: len(self.accesses) < 2 and any(tier.rows for tier in self.driver.tiers.groups))
+    @rule(data=st.data())
+    def begin_access(self, data: st.DataObject) -> None:
+        """A tool reads what a slot on NVMe holds, whatever becomes of that meanwhile."""
+        tier = data.draw(st.sampled_from([tier for tier in self.driver.tiers.groups if tier.rows]))
+        slot = data.draw(st.sampled_from(sorted(tier.rows)))
+        allocator = self.ledger.allocators[tier.group]
+        allocator.begin_access(allocator.holders[NVME][slot])
+        self.accesses.append((tier.group, slot))
+
+    @precondition(lambda self: self.accesses)
+    @rule()
+    def end_accesses(self) -> None:
+        for group, slot in self.accesses:
+            self.ledger.allocators[group].end_access(NVME, slot)
+        self.accesses = []
         self.driver.tiers.fetch()
 
     @precondition(lambda self: self.prompts)
@@ -216,8 +235,9 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def settle(self, data: st.DataObject) -> None:
         self.driver.tiers.settle(self.decide(data))
-        for tier in self.driver.tiers.groups:
-            tier.check_rows()
+        if not self.accesses:  # what was forgotten of a slot that a tool uses keeps its row as long
+            for tier in self.driver.tiers.groups:
+                tier.check_rows()
 
     @rule()
     def read_events(self) -> None:
@@ -231,6 +251,7 @@ class LedgerMachine(RuleBasedStateMachine):
             with pytest.raises(RequestError):
                 self.ledger.reset()
             return
+        self.end_accesses()  # what is busy is waited for
         self.ledger.reset()
         self.driver.tiers.settle()
         assert not any(tier.rows for tier in self.driver.tiers.groups), "what was stored before a reset is on no level afterwards"
@@ -250,6 +271,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.driver = self.driver_type(self.ledger)
         self.driver.ever_stored = old.ever_stored
         self.leases = []
+        self.accesses = []
         rows: list[WarmRow] = []
         quarantined: list[tuple[int, int]] = []
         for before, tier in zip(old.tiers.groups, self.driver.tiers.groups, strict=True):
@@ -275,6 +297,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         type(self).total_steps += self.num_steps
+        self.end_accesses()
         for request_id in sorted(self.ledger.sequences):
             self.driver.remove(request_id, True)
         for lease in self.leases:

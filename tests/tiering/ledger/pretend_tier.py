@@ -176,7 +176,7 @@ class PretendTier:
             content = holder if holder.has_content else holder.owner
             if content is not None:
                 expected[slot_of(holder.index)] = self.ledger.allocators[self.group].chain_key(content)
-        assert self.rows == expected
+        assert self.rows == expected, f"group {self.group}: slots {sorted(self.rows)} have rows, the ledger keeps {sorted(expected)}"
 
 
 class Tiers:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
 from hand_run import LAST, HandRun, ends, level, on_nvme, on_secondary, place, words
 
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of, slot_of
+from kvtier.tiering.ledger.admission import AdmissionPlan
 from kvtier.tiering.ledger.events import Removed, Updated
 from kvtier.tiering.ledger.sequence import ActiveSequence
+from kvtier.tiering.ledger.truncating import truncate
 
 
 def test_a_promotion_keeps_the_secondary_copy_as_backing() -> None:
@@ -174,6 +179,28 @@ def test_without_keep_backing_the_spare_is_released_empty_behind_the_other_empty
     assert spare.owner is None
     assert len(run.queued(SECONDARY)) == 3
     assert run.content(SECONDARY) == []
+    run.finish()
+
+
+@pytest.mark.parametrize("keep_backing", [True, False])
+def test_what_is_computed_again_keeps_its_nvme_copy_as_backing_or_deletes_its_row(keep_backing: bool) -> None:
+    class NothingIsWorthLoading:
+        def num_blocks_to_load(self, plans: Sequence[AdmissionPlan]) -> int:
+            return 0
+
+    run = HandRun(4, 2, 2, keep_backing=keep_backing)
+    [block] = on_nvme(run, "a")
+    slot = slot_of(block.index)
+    run.ledger.loading = NothingIsWorthLoading()
+    before = len(run.moves())
+    run.serve("a")
+    assert (level(block), run.moves()[before:]) == (PRIMARY, []), "the computed block has taken its place, without a copy"
+    backing = block.nvme_backing
+    assert (backing is not None and place(backing) == (NVME, slot)) == keep_backing
+    assert (slot in run.tier.rows) == keep_backing, "the next process finds what this one knows of"
+    truncate(run.ledger, run.request("a"), 0)
+    run.settle()
+    assert run.tier.rows == {}, "what was forgotten does not come back with the next process"
     run.finish()
 
 

@@ -244,6 +244,26 @@ def test_a_prompt_whose_window_and_chunk_do_not_fit_the_pool_is_refused_at_once(
     run.finish()
 
 
+def test_a_part_of_a_block_that_makes_the_first_chunk_too_long_for_the_pool_is_not_reused() -> None:
+    run = GroupRun(window(2, 2), chunk_size=3, enable_partial_reuse=True)
+    run.serve(range(8))
+    prompt = [0, 1, 2, 3, 4, 5, 100, 101, 102, 103]
+    assert run.serve(prompt) == 4, "behind 6 tokens the chunk would end at 9, in a third block"
+    run.finish()
+
+
+def test_ending_the_requests_that_are_named_makes_room_where_parts_of_their_blocks_would_be_taken_over() -> None:
+    run = GroupRun(window(8, 3), chunk_size=3, enable_partial_reuse=True, copy_on_partial_reuse=True)
+    holder = run.add(range(9))
+    run.store(holder)
+    batch = [run.request([0, 1, 2, 3, 4, 5, *range(100 * number, 100 * number + 4)]) for number in (1, 2)]
+    error = run.no_room(lambda: run.ledger.add_sequences(batch))
+    assert list(error.preempt) == [holder.id]
+    run.drop(holder)
+    assert [sequence.prepopulated for sequence in run.add_all(*batch)] == [4, 4]
+    run.finish()
+
+
 @pytest.mark.parametrize(("size", "chunk", "blocks"), [(16, 16, 8), (8, 16, 6), (4, 5, 3), (1, 3, 2), (30, 4, 9)])
 def test_a_lone_prompt_gets_through_a_pool_that_holds_just_its_window_and_a_chunk(size: int, chunk: int, blocks: int) -> None:
     run = GroupRun(window(size, blocks), chunk_size=chunk)

@@ -19,8 +19,12 @@ from kvtier.tiering.ledger import ledger
 IS_COMPILED = not str(ledger.__file__).endswith(".py")
 STEPS = int(os.environ.get("LEDGER_FUZZ_STEPS", 20_000 if IS_COMPILED else 5_000))  # over all layouts
 STEPS_PER_LIFE = 40
+MOST_SECONDS = 900 + STEPS // 1000
+"""A failure is made small for up to five minutes. An alarm in the middle of that would be shown instead, as data generation that is not
+deterministic."""
 
 
+@pytest.mark.timeout(MOST_SECONDS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_ledger_is_what_the_naive_model_says(name: str) -> None:
     class Machine(DraftingMachine):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-from hand_run import LAST, HandRun, ends, level, on_secondary, place, words
+from hand_run import LAST, HandRun, ends, level, on_nvme, on_secondary, place, words
 
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, slot_of
 from kvtier.tiering.ledger import capacity
@@ -176,4 +176,22 @@ def test_truncate_forgets_warm_blocks_behind_the_kept_part_and_deletes_their_row
     run.settle()
     assert set(run.ledger.allocators[0].warm) == {rows[0].key}
     assert run.tier.rows == {0: rows[0].key}
+    run.finish()
+
+
+@pytest.mark.parametrize("is_backing", [False, True])
+def test_a_block_forgotten_while_a_tool_reads_its_slot_loses_its_row_when_the_tool_is_done(is_backing: bool) -> None:
+    run = HandRun(4, 2, 4)
+    [block] = on_nvme(run, "a")
+    slot = slot_of(block.index)
+    if is_backing:
+        run.serve("a")
+    allocator = run.ledger.allocators[0]
+    allocator.begin_access(allocator.holders[NVME][slot])
+    truncate(run.ledger, run.request("a"), 0)
+    run.settle()
+    assert slot in run.tier.rows, "or the tool would take the slot for a bad one"
+    allocator.end_access(NVME, slot)
+    run.settle()
+    assert run.tier.rows == {}
     run.finish()
