@@ -12,7 +12,8 @@ COMPILED := build/compiled
 IN_PARALLEL := -n 2 --dist worksteal
 test test-compiled fuzz-ledger: export OMP_NUM_THREADS ?= 1
 COMPILED_TESTS := $(wildcard tests/policies tests/tiering/ledger tests/cases) $(wildcard tests/tiering/test_manager_b[al]*.py tests/tiering/test_manager_r[eu]*.py) \
-	$(wildcard tests/kernels/test_append*.py tests/kernels/test_places.py tests/kernels/test_fused_write.py tests/kernels/test_host_copy.py)
+	$(wildcard tests/kernels/test_append*.py tests/kernels/test_places.py tests/kernels/test_fused_write.py tests/kernels/test_host_copy.py) \
+	$(wildcard tests/io/test_copiers.py tests/io/test_piece_copier.py tests/io/test_page_copier.py)
 
 .PHONY: venv demo test types lint compiled test-compiled bench bench-ledger fuzz-ledger soak reference test-gpu sanitize-gpu test-vllm wheel clean
 
