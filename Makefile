@@ -59,10 +59,15 @@ LEDGER_PYTHON ?= $(BIN)/python
 bench-ledger: compiled
 	PYTHONPATH=$(COMPILED) $(LEDGER_PYTHON) -m kvtier.cli bench ledger $(ARGS)
 
-# Every benchmark that can be measured here, of the compiled build where there is a compiler. The short form: make bench ARGS="--quick";
-# against an earlier run: --compare OLD.json
-bench: $(if $(shell command -v cc),compiled,$(READY))
-	PYTHONPATH=$(if $(shell command -v cc),$(COMPILED)) $(BIN)/python -m kvtier.cli bench all $(ARGS)
+# Every benchmark that can be measured here, of the compiled build where one can be made. The short form: make bench ARGS="--quick"; against
+# an earlier run: --compare OLD.json
+HAS_HEADERS := import os, sysconfig; raise SystemExit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))
+bench: $(READY)
+	@rm -rf $(COMPILED)
+	@if command -v cc >/dev/null && $(BIN)/python -c '$(HAS_HEADERS)'; then \
+		echo "make bench: compiling, a minute or two ..." && $(MAKE) --no-print-directory compiled; \
+	else echo "make bench: no C compiler, or no Python.h (python3-dev): the plain build is measured"; fi
+	PYTHONPATH=$(abspath $(COMPILED)) $(BIN)/python -m kvtier.cli bench all $(ARGS)
 
 # The random machine over the ledger of every layout, much longer than in the tests.
 STEPS ?= 1000000

@@ -18,6 +18,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvtier.bench.measure import Alternative, interleave
+from kvtier.bench.openmp_waiting import openmp_waiting
 from kvtier.bench.report import Report, noise_row, require_memory, size_name, throughput_row
 from kvtier.errors import ConfigError
 from kvtier.kernels import OffsetTable, attention_decode, write_kv
@@ -103,15 +104,16 @@ def measure_kernels(quick: bool = False, *, plan: KernelsPlan | None = None) -> 
         "sequences": plan.sequences, "tokens": plan.tokens, "kv_heads": plan.heads,
         "query_heads": plan.heads * plan.group, "head_dim": plan.head_dim, "page_tokens": list(plan.page_tokens),
         "append_tokens": plan.append_tokens, "append_layers": plan.append_layers, "rounds": plan.rounds,
-        "torch_threads": torch.get_num_threads(),
+        "torch_threads": torch.get_num_threads(), "openmp_waiting": openmp_waiting(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability()})
     report.note(f"decode: {plan.sequences} sequences of {plan.tokens} tokens, one query each with {plan.heads * plan.group} heads over "
                 f"{plan.heads}; GB/s of keys and values read. {ROWS}: the query heads of a KV head as rows, the fastest form it has. "
                 f"append: {plan.append_tokens} tokens of one sequence in {plan.append_layers} layers, one after the other; GB/s of keys "
                 f"and values written. {COPY}: the same rows to the same pool, side by side. The size in a row's name is one "
-                f"page of keys: {', '.join(_page_names(plan))}. Pages are scattered. noise: the limit against itself, in the same rounds.")
+                f"page of keys: {', '.join(_page_names(plan))}. Pages are scattered. noise: the limit against itself, in the same rounds. "
+                "While other programs are busy small operations wait for their threads, and decode's rows say nothing.")
     if copy_runs is None:
-        report.note("Rows are written by library calls here; `make compiled` builds what is faster.")
+        report.note("Rows are written by library calls here; the compiled build is faster (make compiled, then PYTHONPATH=build/compiled).")
     with torch.inference_mode():
         for dtype in plan.dtypes:
             for page_tokens in plan.page_tokens:

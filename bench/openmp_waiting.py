@@ -10,15 +10,19 @@ the user's own are left alone.
 from __future__ import annotations
 
 import os
+import sys
 from typing import Final
 
 _SPIN: Final = "GOMP_SPINCOUNT"
 _POLICY: Final = "OMP_WAIT_POLICY"
 
-if _POLICY not in os.environ:
+_IS_TOO_LATE: Final = "torch" in sys.modules and _POLICY not in os.environ and _SPIN not in os.environ
+if _POLICY not in os.environ and not _IS_TOO_LATE:
     os.environ.setdefault(_SPIN, "3000")
 
 
 def openmp_waiting() -> str:
-    """How idle threads wait, for reports."""
+    """How idle threads wait, for reports: what was set when torch was loaded."""
+    if _IS_TOO_LATE:
+        return "OpenMP's own waiting"
     return f"{_POLICY}={os.environ[_POLICY]}" if _POLICY in os.environ else f"{_SPIN}={os.environ[_SPIN]}"

@@ -37,7 +37,8 @@ def section(file: Path) -> str:
     origin = (f"From `{file.name}`, kvtier {document['kvtier']}{', --quick' if config.get('quick') else ''}: {machine['cpu']}, "
               f"{machine['cores']} cores, {machine['kernel']}, Python {machine['python']}, GPU: {machine['gpu']}.")
     if "compiled" in config:
-        what, otherwise = ("The ledger's modules", "plain Python") if config.get("command", "ledger") == "ledger" else ("Copies", "library calls")
+        is_ledger = config.get("command", "ledger") == "ledger"
+        what, otherwise = ("The ledger's modules", "plain Python") if is_ledger else ("Copies", "library calls")
         origin += f" {what} were {'compiled' if config['compiled'] else otherwise}."
     own_table = TABLES.get(config.get("command"))
     lines = ["", origin, "", *(own_table(document) if own_table else table(document["results"])), ""]

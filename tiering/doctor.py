@@ -14,6 +14,7 @@ import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Final
 
@@ -166,9 +167,20 @@ def _copies(gpu: Finding) -> Finding:
 
 
 def _kvtier() -> Finding:
-    """Which of the two wheels this is: what is compiled comes together."""
-    build = "plain Python" if str(ledger.__file__).endswith(".py") else "compiled"
-    return Finding("kvtier", Status.OK, f"{kvtier.__version__}, {build}")
+    """Which of the two wheels this is, and whether its module in C can be loaded; without importing torch."""
+    version = kvtier.__version__
+    if str(ledger.__file__).endswith(".py"):
+        return Finding("kvtier", Status.OK, f"{version}, plain Python")
+    kernels = importlib.util.find_spec("kvtier.kernels")
+    spec = PathFinder.find_spec("host_copy", kernels.submodule_search_locations if kernels is not None else None)
+    try:
+        if spec is None:
+            raise ImportError("kvtier.kernels.host_copy is missing")
+        importlib.util.module_from_spec(spec)
+    except ImportError as error:
+        return Finding("kvtier", Status.WARN, f"{version}, compiled, but copies on the host are library calls: {error}",
+                       "install the compiled wheel of this platform again")
+    return Finding("kvtier", Status.OK, f"{version}, compiled")
 
 
 def _cpus() -> Finding:

@@ -111,6 +111,7 @@ def bench_all(directory: Directory = None, device: Device = "cpu", json: JsonFil
 
     One that fails does not stop the others; exit code 1 if any failed. Takes as long as all of them; --quick some minutes.
     """
+    from kvtier.bench import openmp_waiting  # noqa: F401 # isort: skip - before torch is loaded
     from kvtier.bench.family import Common, run_all
     from kvtier.bench.outputs import Outputs
     raise typer.Exit(run_all(Common(folder(directory, "--directory"), quick, device), Outputs(json, plot, compare)))
@@ -129,6 +130,7 @@ def bench_compare(old: Annotated[Path, typer.Argument(metavar="OLD", help="Figur
 
 def _run_of_family(name: str, directory: str | None, device: str, json: Path | None, plot: Path | None, compare: Path | None,
                    quick: bool) -> NoReturn:
+    from kvtier.bench import openmp_waiting  # noqa: F401 # isort: skip - before torch is loaded
     from kvtier.bench.family import FAMILY, Common
     common = Common(folder(directory, "--directory"), quick, device)
     _run(lambda: FAMILY[name].measure(common), name, common.settings(), common.directory, json, plot, compare)

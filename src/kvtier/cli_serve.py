@@ -50,6 +50,8 @@ def bench_serve(engine: Annotated[ServedBy, typer.Option(help="Whose engine serv
 
     Time to first token, throughput and hits. Takes minutes, with vLLM most of them for its engines to start; --quick fewer.
     """
+    if engine is ServedBy.TRANSFORMERS:
+        from kvtier.bench import openmp_waiting  # noqa: F401 # isort: skip - before torch is loaded
     from kvtier.bench.outputs import Outputs
     from kvtier.bench.serve import ServePlan, measure_serve
     from kvtier.bench.serve_engine import EngineMaker

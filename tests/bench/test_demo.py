@@ -352,14 +352,30 @@ def test_answer_and_block_sizes_are_those_of_the_plan(chat):
     assert demo_report.NEAR_TIE == 1e-3
 
 
-def test_idle_openmp_threads_are_told_to_spin_briefly_before_torch_is_loaded():
-    """Spinning ones starve the threads that copy; OpenMP reads the setting once, when torch loads it."""
+@pytest.mark.parametrize("command", [["demo"], ["bench", "kernels"], ["bench", "nvme"], ["bench", "all"],
+                                     ["bench", "serve", "--engine", "transformers"]], ids=" ".join)
+def test_idle_openmp_threads_are_told_to_spin_briefly_before_torch_is_loaded(command, tmp_path):
+    """Spinning ones starve the threads that copy; OpenMP reads the setting once, when torch loads it. The command ends there."""
     watch = ("import os, sys\n"
              "class Watch:\n"
              "    def find_spec(self, name, path=None, target=None):\n"
-             "        if name == 'torch': print(os.environ.get('GOMP_SPINCOUNT'))\n"
+             "        if name == 'torch':\n"
+             "            print('spins:', os.environ.get('GOMP_SPINCOUNT'), flush=True)\n"
+             "            os._exit(0)\n"
              "sys.meta_path.insert(0, Watch())\n"
-             "import kvtier.bench.demo\n")
+             "from kvtier.cli import main\n"
+             f"sys.argv = {['kvtier', *command, '--quick']!r}\n"
+             "main()\n")
     environment = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    result = subprocess.run([sys.executable, "-c", watch], env=environment, capture_output=True, text=True, timeout=120, check=True)
-    assert result.stdout.split() == ["3000"]
+    result = subprocess.run([sys.executable, "-c", watch], env=environment, capture_output=True, text=True, timeout=120, check=True,
+                            cwd=tmp_path)
+    assert result.stdout.split("spins:")[1:] == [" 3000\n"]
+
+
+def test_a_setting_that_comes_too_late_is_not_reported_as_in_force():
+    code = ("import sys, types; sys.modules['torch'] = types.ModuleType('torch')\n"
+            "from kvtier.bench.openmp_waiting import openmp_waiting; import os\n"
+            "print(openmp_waiting(), os.environ.get('GOMP_SPINCOUNT'))\n")
+    environment = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.strip() == "OpenMP's own waiting None"

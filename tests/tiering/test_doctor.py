@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,10 +58,33 @@ def test_a_good_machine_is_ok_and_names_every_setting_with_its_source(tmp_path: 
     assert list(tmp_path.iterdir()) == []  # the probe removed what it wrote
 
 
-def test_the_doctor_says_which_of_the_two_wheels_this_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for file, build in (("ledger.py", "plain Python"), ("ledger.cpython-311-x86_64-linux-gnu.so", "compiled")):
-        monkeypatch.setattr(doctor.ledger, "__file__", file)
-        assert line(examine(tmp_path), "kvtier").found == f"{kvtier.__version__}, {build}"
+COMPILED_LEDGER = "ledger.cpython-311-x86_64-linux-gnu.so"
+
+
+def test_the_plain_build_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.ledger, "__file__", "ledger.py")
+    assert line(examine(tmp_path), "kvtier") == Finding("kvtier", Status.OK, f"{kvtier.__version__}, plain Python")
+
+
+def test_the_compiled_build_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.ledger, "__file__", COMPILED_LEDGER)
+    monkeypatch.setattr(doctor, "PathFinder", SimpleNamespace(find_spec=lambda name, path: importlib.util.find_spec("json")))
+    assert line(examine(tmp_path), "kvtier") == Finding("kvtier", Status.OK, f"{kvtier.__version__}, compiled")
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_compiled_build_whose_module_in_c_is_missing_or_damaged_is_slower_and_says_so(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool) -> None:
+    monkeypatch.setattr(doctor.ledger, "__file__", COMPILED_LEDGER)
+    library = tmp_path / f"host_copy{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    if damaged:
+        library.write_bytes(b"no library")
+    monkeypatch.setattr(doctor, "PathFinder", SimpleNamespace(find_spec=lambda name, path: PathFinder.find_spec(name, [str(tmp_path)])))
+    found = line(examine(), "kvtier")
+    assert found.status is Status.WARN
+    assert "compiled, but copies on the host are library calls" in found.found
+    assert ("missing" in found.found) is not damaged
+    assert "install the compiled wheel" in found.next_step
 
 
 def test_every_warning_and_failure_has_a_next_step(tmp_path: Path) -> None:
