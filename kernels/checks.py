@@ -86,7 +86,7 @@ def check_finite(kernel: str, name: str, number: object, remedy: str) -> None:
     """``number`` is one finite number."""
     try:
         is_finite = math.isfinite(number)   # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):   # the last is torch's
         is_finite = False
     if not is_finite:
         raise RequestError(f"{kernel}: {name}={number!r}: pass {remedy}")

@@ -110,6 +110,7 @@ def test_a_tensor_whose_memory_does_not_hold_its_numbers_is_refused_by_name(same
     (fused_write, {"query_heads": 2.0}, "query_heads=2.0"), (fused_write, {"query_heads": -1, "qkv": torch.zeros(6, 12)}, "query_heads=-1"),
     (zero_value_tail, {"num_layers": None}, "num_layers=None"), (zero_value_tail, {"layers": [0]}, r"layers=[0]: pass a range"),
     (attention_decode, {"scale": "small"}, "scale='small'"), (attention_decode, {"soft_cap": "high"}, "soft_cap='high'"),
+    (attention_decode, {"soft_cap": torch.tensor(1j)}, "soft_cap=tensor"),
     (attention_decode, {"value_dim": 2.0}, "value_dim=2.0"), (attention_prefill, {"past": None}, "past=None"),
     (gather_tokens, {"num_tokens": 2.5}, "num_tokens=2.5"),
     (move_tokens, {"moves": [(1, 0), (5.0, 1)]}, "moves[1]=(5.0, 1): pass pairs of whole numbers"),
