@@ -31,11 +31,15 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def check_plain(kernel: str, name: str, tensor: object) -> None:
-    """``tensor`` is one whose memory holds its numbers: kernels that read through its address would get others without an error."""
+    """``tensor`` is one whose memory holds its numbers: kernels that read through its address would get others without an error.
+
+    Whether it is a view that negates is not asked while ``torch.compile`` traces: it cannot follow the question, and would end its graph.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise RequestError(f"{kernel}: {name} is of type {type(tensor).__name__}: pass a tensor")
-    if tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
-        form = f"stored as {tensor.layout}" if tensor.layout is not torch.strided else "a view that negates or conjugates what it reads"
+    is_view = not torch.compiler.is_compiling() and (tensor.is_neg() or tensor.is_conj())
+    if is_view or tensor.layout is not torch.strided:
+        form = "a view that negates or conjugates what it reads" if is_view else f"stored as {tensor.layout}"
         raise RequestError(f"{kernel}: {name} is {form}: pass a tensor whose memory holds its numbers (to_dense, resolve_neg)")
 
 
@@ -109,7 +113,10 @@ def check_own_memory(kernel: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def check_apart(kernel: str, name: str, written: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """What is written lies in front of or behind all of the other tensor's memory."""
+    """What is written lies in front of or behind all of the other tensor's memory, as far as they have addresses: not while
+    ``torch.compile`` traces them."""
+    if torch.compiler.is_compiling():
+        return
     first, last = _extent(written)
     other_first, other_last = _extent(other)
     if written.device == other.device and first < other_last and other_first < last:

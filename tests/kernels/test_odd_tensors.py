@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -211,6 +213,21 @@ def test_queries_may_lie_beside_what_is_read_in_one_buffer():
     buffer = torch.zeros(144 + 48)
     buffer[:144] = call["qkv"].flatten()
     assert torch.equal(fused_write(**call | {"qkv": buffer[:144].view(6, 24), "out": buffer[144:].view(6, 2, 4)}), expected)
+
+
+PATHS = SimpleNamespace(append=lambda stored, *_: stored.keys.zero_(), fused_write=lambda *given: given[4].zero_(),
+                        decode=lambda query, context, *_: query * context.scale, scatter=lambda cache, *_: cache.zero_())
+
+
+@pytest.mark.parametrize("kernel", [write_kv, append_mla, fused_write, attention_decode, mla_decode, scatter_indexer_keys, plan_write])
+def test_no_check_ends_a_graph_that_torch_compile_makes(monkeypatch, kernel):
+    """As on a GPU, where values are not checked. What kernels do there stands in for itself."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kvtier.kernels.") and hasattr(module, "kernel_paths"):
+            monkeypatch.setattr(module, "kernel_paths", lambda _kind: PATHS)
+    call = fresh(kernel) | {"check_values": False}
+    torch.compiler.reset()
+    torch.compile(lambda: kernel(**call), backend="eager", fullgraph=True)()
 
 
 def test_pointers_of_a_table_on_the_host_are_checked_even_where_slots_are_not():
