@@ -187,6 +187,7 @@ class LayerPages:
         """Check that the pool's pages, the layer and the factors fit together."""
         check_shape(kernel, "pages", pages, (None,) * 4, "pages, heads, tokens_per_block, head_dim")
         check_whole(kernel, layer=layer, num_layers=1 if num_layers is None else num_layers, kv_factor=kv_factor)
+        layer, num_layers, kv_factor = index(layer), None if num_layers is None else index(num_layers), index(kv_factor)
         num_pages, heads, tokens_per_block, head_dim = pages.shape
         if not pages.numel() or tokens_per_block & (tokens_per_block - 1):
             raise RequestError(f"{kernel}: pages has shape {tuple(pages.shape)}: no axis may be empty, "
@@ -199,7 +200,7 @@ class LayerPages:
         layers = num_layers if num_layers is not None else max(1, num_pages // kv_factor)
         if not 0 <= layer < layers:
             raise RequestError(f"{kernel}: layer={layer}: the pool's blocks have layers 0 to {layers - 1}")
-        return cls(kernel, num_pages, heads, tokens_per_block, head_dim, index(layer) * kv_factor, num_layers, kv_factor)
+        return cls(kernel, num_pages, heads, tokens_per_block, head_dim, layer * kv_factor, num_layers, kv_factor)
 
     def is_bad(self, entries: torch.Tensor, field_axis: int) -> torch.Tensor:
         """Which table entries name no page of this layer, bool in the shape of ``entries``.

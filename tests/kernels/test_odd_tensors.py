@@ -174,6 +174,17 @@ def test_pairs_may_be_elements_of_a_tensor_or_an_array(same_bits, as_given):
         copy_partial_blocks(moved, BLOCKS.clone(), as_given([[0, 1], [1, 1]]), 3)
 
 
+@pytest.mark.parametrize("as_given", [torch.tensor, np.array, np.int8])
+def test_a_layer_and_the_factors_of_a_pool_may_be_elements_of_a_tensor_or_an_array(same_bits, as_given):
+    """A pool of more pages than 8 bits count to."""
+    pages = [torch.zeros(400, 2, 4, 4) for _ in range(2)]
+    table = torch.tensor([[[0, 200], [1, 201]]], dtype=torch.int32)
+    for pool, kind in zip(pages, (int, as_given), strict=True):
+        write_kv(**fresh(write_kv) | {"pages": pool, "table": table, "layer": kind(90), "num_layers": kind(100), "kv_factor": kind(2)})
+    assert same_bits(*pages)
+    assert pages[0].any()
+
+
 @pytest.mark.parametrize(("kernel", "name"), [
     (write_kv, "pages"), (append_mla, "pages"), (fused_write, "pages"), (zero_value_tail, "pages"), (copy_partial_blocks, "destination"),
     (move_tokens, "blocks"), (scatter_indexer_keys, "cache"), (fill_block_offsets, "tables")],
