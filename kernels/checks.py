@@ -114,12 +114,12 @@ def check_own_memory(kernel: str, name: str, tensor: torch.Tensor) -> None:
 
 def check_apart(kernel: str, name: str, written: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     """What is written lies in front of or behind all of the other tensor's memory, as far as they have addresses: not while
-    ``torch.compile`` traces them."""
+    ``torch.compile`` traces them, nor where a tensor wraps another one."""
     if torch.compiler.is_compiling():
         return
     first, last = _extent(written)
     other_first, other_last = _extent(other)
-    if written.device == other.device and first < other_last and other_first < last:
+    if first and other_first and written.device == other.device and first < other_last and other_first < last:
         raise RequestError(f"{kernel}: {name} lies in the memory of {other_name}: what is written would change what is read; pass a tensor "
                            "with memory of its own")
 

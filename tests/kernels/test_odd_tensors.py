@@ -348,6 +348,12 @@ def test_a_tensor_without_memory_of_its_own_is_not_followed_to_its_address(wrapp
     assert torch.equal(gather_tokens(pages, TABLE[0], 6, layer=0, is_value=True), -ROWS)
 
 
+def test_tensors_without_memory_of_their_own_are_not_taken_for_one_memory():
+    call, out = fresh(fused_write), torch.zeros(6, 2, 4)
+    fused_write(**call | {"qkv": Wrapped(call["qkv"]), "out": Wrapped(out)})
+    assert torch.equal(out, fused_write(**fresh(fused_write)))
+
+
 @pytest.mark.usefixtures("rows_are_written")
 def test_strides_of_axes_of_one_mean_nothing():
     memory = torch.full((64,), 7.0)
