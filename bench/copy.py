@@ -37,8 +37,8 @@ BATCH_BYTES: Final = 64 << 20
 """Moves issued in one call: what a step of a busy engine takes or gives."""
 
 _COMPILED: Final = "Ours stores past the cache"
-_LIBRARY: Final = ("Copies are library calls here, the compiled build is faster (make compiled, then PYTHONPATH=build/compiled); ours moves "
-                   "blocks of more than 256 KiB in parts, which libc may move faster than a mebibyte in one call")
+_LIBRARY: Final = ("Copies are library calls here, the compiled build is faster (make compiled, then PYTHONPATH=build/compiled); ours "
+                   "moves blocks of more than 256 KiB in parts, which libc may move faster than a mebibyte in one call")
 
 _KIB: Final = 1 << 10
 

@@ -28,6 +28,7 @@ from kvtier.kernels.row_moves import RowPlaces
 from kvtier.pools.host_arena import HostArena
 
 Flat = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.int64]
 
 
 class PageRun(NamedTuple):
@@ -115,6 +116,8 @@ class HostPageCopier:
             rows: Flat = tensor.detach().view(torch.uint8).numpy()
             self._tensors.append((at, rows))
             at += rows.shape[1]
+        self._page_bytes = at
+        self._num_pages = min((len(rows) for _at, rows in self._tensors), default=0)
 
     def store(self, runs: Sequence[PageRun]) -> None:
         """Copy now, in the calling thread."""
@@ -125,8 +128,10 @@ class HostPageCopier:
         self._copy(runs, Direction.UP)
 
     def _copy(self, runs: Sequence[PageRun], direction: Direction) -> None:
+        table = np.array(runs, np.int64).reshape(-1, 4)
+        self._check(table)
         if copy_runs is not None:
-            self._copy_compiled(copy_runs, runs, direction)
+            self._copy_compiled(copy_runs, table, direction)
             return
         for run in runs:
             for at, rows in self._tensors:
@@ -135,17 +140,28 @@ class HostPageCopier:
                 for to_rows, from_rows in halves(slots, pages) if direction is Direction.DOWN else halves(pages, slots):
                     np.copyto(to_rows, from_rows)
 
-    def _copy_compiled(self, copy_runs: CopyRuns, runs: Sequence[PageRun], direction: Direction) -> None:
-        """One call for each tensor, or as many as there are distances between pages in the arena."""
-        for step in {run.step for run in runs}:
-            table = np.array([(run.offset, run.page, run.length) for run in runs if run.step == step], np.int64)
-            for at, rows in self._tensors:
-                width, pitch = rows.shape[1], rows.strides[0]
-                slots, pages, places = self._arena.ctypes.data + at, rows.ctypes.data, table * np.array((1, pitch, 1))
-                if direction is Direction.DOWN:
-                    copy_runs(slots, pages, places, step, pitch, 1, 0, 0, width, 1, True)
-                else:
-                    copy_runs(pages, slots, places[:, (1, 0, 2)].copy(), pitch, step, 1, 0, 0, width, 1, True)
+    def _check(self, runs: Numbers) -> None:
+        """IndexError for a run outside the tensors or the arena: by address it would lead anywhere, and numpy writes a row that is the only
+        one as often as there is room for it."""
+        pages, lengths, offsets, steps = runs.T
+        outside = (pages < 0) | (pages + lengths > self._num_pages)
+        outside |= (offsets < 0) | (offsets + (lengths - 1) * steps + self._page_bytes > len(self._arena))
+        if outside.any():
+            run = PageRun(*runs[outside.argmax()].tolist())
+            raise IndexError(f"{run}: the tensors have {self._num_pages} pages of {self._page_bytes} bytes, the arena has "
+                             f"{len(self._arena)} bytes")
+
+    def _copy_compiled(self, copy_runs: CopyRuns, runs: Numbers, direction: Direction) -> None:
+        """One call for each tensor. Page by page: runs may have as many distances in the arena as there are runs."""
+        lengths = runs[:, 1]
+        within = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
+        pages, _lengths, offsets, steps = np.repeat(runs, lengths, axis=0).T
+        pages, offsets = pages + within, offsets + within * steps
+        places = np.ones((len(within), 3), np.int64)
+        for at, rows in self._tensors:
+            ends = [(self._arena.ctypes.data + at, offsets), (rows.ctypes.data, pages * rows.strides[0])]
+            (to, places[:, 0]), (source, places[:, 1]) = ends if direction is Direction.DOWN else reversed(ends)
+            copy_runs(to, source, places, 0, 0, 1, 0, 0, rows.shape[1], 1, True)
 
 
 class _Tensor(NamedTuple):

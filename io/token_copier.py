@@ -2,7 +2,7 @@
 
 A block that is shared and about to be written is copied first, as far as the new owner may use it. Each head of each layer has its
 tokens side by side and the next head's behind them, so a block is one strided copy. numpy's is as fast as torch's, works on bytes
-whatever the dtype, and gives the GIL back once for each block.
+whatever the dtype, and gives the GIL back once for each block; compiled, once for a batch.
 """
 
 from __future__ import annotations

@@ -31,11 +31,15 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def check_plain(kernel: str, name: str, tensor: object) -> None:
-    """``tensor`` is one whose memory holds its numbers: kernels that read through its address would get others without an error."""
+    """``tensor`` is one whose memory holds its numbers: kernels that read through its address would get others without an error.
+
+    Whether it is a view that negates is not asked while ``torch.compile`` traces: it cannot follow the question, and would end its graph.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise RequestError(f"{kernel}: {name} is of type {type(tensor).__name__}: pass a tensor")
-    if tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
-        form = f"stored as {tensor.layout}" if tensor.layout is not torch.strided else "a view that negates or conjugates what it reads"
+    is_view = not torch.compiler.is_compiling() and (tensor.is_neg() or tensor.is_conj())
+    if is_view or tensor.layout is not torch.strided:
+        form = "a view that negates or conjugates what it reads" if is_view else f"stored as {tensor.layout}"
         raise RequestError(f"{kernel}: {name} is {form}: pass a tensor whose memory holds its numbers (to_dense, resolve_neg)")
 
 
@@ -86,7 +90,7 @@ def check_finite(kernel: str, name: str, number: object, remedy: str) -> None:
     """``number`` is one finite number."""
     try:
         is_finite = math.isfinite(number)   # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):   # the last is torch's
         is_finite = False
     if not is_finite:
         raise RequestError(f"{kernel}: {name}={number!r}: pass {remedy}")
@@ -109,10 +113,13 @@ def check_own_memory(kernel: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def check_apart(kernel: str, name: str, written: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """What is written lies in front of or behind all of the other tensor's memory."""
+    """What is written lies in front of or behind all of the other tensor's memory, as far as they have addresses: not while
+    ``torch.compile`` traces them, nor where a tensor wraps another one."""
+    if torch.compiler.is_compiling():
+        return
     first, last = _extent(written)
     other_first, other_last = _extent(other)
-    if written.device == other.device and first < other_last and other_first < last:
+    if first and other_first and written.device == other.device and first < other_last and other_first < last:
         raise RequestError(f"{kernel}: {name} lies in the memory of {other_name}: what is written would change what is read; pass a tensor "
                            "with memory of its own")
 
@@ -180,6 +187,7 @@ class LayerPages:
         """Check that the pool's pages, the layer and the factors fit together."""
         check_shape(kernel, "pages", pages, (None,) * 4, "pages, heads, tokens_per_block, head_dim")
         check_whole(kernel, layer=layer, num_layers=1 if num_layers is None else num_layers, kv_factor=kv_factor)
+        layer, num_layers, kv_factor = index(layer), None if num_layers is None else index(num_layers), index(kv_factor)
         num_pages, heads, tokens_per_block, head_dim = pages.shape
         if not pages.numel() or tokens_per_block & (tokens_per_block - 1):
             raise RequestError(f"{kernel}: pages has shape {tuple(pages.shape)}: no axis may be empty, "
@@ -192,7 +200,7 @@ class LayerPages:
         layers = num_layers if num_layers is not None else max(1, num_pages // kv_factor)
         if not 0 <= layer < layers:
             raise RequestError(f"{kernel}: layer={layer}: the pool's blocks have layers 0 to {layers - 1}")
-        return cls(kernel, num_pages, heads, tokens_per_block, head_dim, index(layer) * kv_factor, num_layers, kv_factor)
+        return cls(kernel, num_pages, heads, tokens_per_block, head_dim, layer * kv_factor, num_layers, kv_factor)
 
     def is_bad(self, entries: torch.Tensor, field_axis: int) -> torch.Tensor:
         """Which table entries name no page of this layer, bool in the shape of ``entries``.

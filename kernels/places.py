@@ -46,7 +46,9 @@ class TokenRuns(NamedTuple):
 
     @classmethod
     def of(cls, rows: Numbers, positions: Numbers, tokens_per_block: int) -> TokenRuns:
-        """Runs of tokens with these rows and positions [nnz], whatever they are."""
+        """Runs of tokens with these rows and positions [nnz], whatever they are, and whatever another thread makes of them meanwhile: a run
+        that did not end with its block would lead out of its page."""
+        rows, positions = np.array(rows), np.array(positions)
         begins = np.ones(len(rows), np.bool_)
         if len(rows) >= _WORTH_CUTTING:
             numbers = positions[1:] - positions[:-1]

@@ -84,6 +84,12 @@ def test_an_ordinary_build_has_no_extension_modules() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=around, check=True, timeout=60)
 
 
+def test_an_archive_of_sources_has_what_the_compiled_build_needs() -> None:
+    included = {line.split()[1] for line in (ROOT / "MANIFEST.in").read_text().splitlines() if line.startswith("include ")}
+    assert included == {"scripts/stage.py", *(str(file.relative_to(ROOT)) for file in (ROOT / "kernels").glob("*.c"))}
+    assert all((ROOT / name).exists() for name in included)
+
+
 def test_the_compiled_rooms_import_no_torch_file_thread_or_impure_room() -> None:
     patterns = runpy.run_path(str(ROOT / "scripts" / "stage.py"))["COMPILED"]
     modules = [path for pattern in patterns for path in ROOT.glob(pattern)]

@@ -135,7 +135,7 @@ class TierStore:
         Raises:
             RequestError: keys or tensors that do not fit the layout; nothing has been copied then.
         """
-        self._check(keys, tensors, pages, group)
+        pages = self._checked_pages(keys, tensors, pages, group)
         done, num_resets = 0, self.num_resets
         with self._request("read") as request_id:
             copier = HostPageCopier(tensors, self._slots(group))
@@ -168,7 +168,7 @@ class TierStore:
         Returns:
             for each key, whether the store has it. What another call is only just storing does not count: that may fail yet.
         """
-        self._check(keys, tensors, pages, group)
+        pages = self._checked_pages(keys, tensors, pages, group)
         num_resets = self.num_resets if num_resets is None else num_resets
         stored = [False] * len(keys)
         # More than the host level holds would only push out its own head, and what lies behind a gap is of no use.
@@ -320,9 +320,11 @@ class TierStore:
         assert slots is not None
         return slots
 
-    def _check(self, keys: Sequence[bytes], tensors: Sequence[torch.Tensor], pages: Sequence[int], group: int) -> None:
+    def _checked_pages(self, keys: Sequence[bytes], tensors: Sequence[torch.Tensor], pages: Sequence[int], group: int) -> list[int]:
+        """The rows in a list of their own: what is copied is what was checked. RequestError as of :meth:`read`."""
         self.index.prefetch((), group)  # checks the group
         arguments.sequence_of("keys", keys)
+        pages = arguments.whole_numbers("pages", pages)
         if len(pages) != len(keys):
             raise RequestError(f"pages: {len(pages)} rows for {len(keys)} keys; pass one for each")
         width, size = sum(tensor.shape[-1] for tensor in tensors), self._layout.groups[group].bytes_per_page
@@ -336,10 +338,10 @@ class TierStore:
                                    "memory of its own")
         if width != size:
             raise RequestError(f"tensors: a page of {width} bytes; pages of group {group} have {size}")
-        pages = arguments.whole_numbers("pages", pages)
         rows = min((tensor.shape[0] for tensor in tensors), default=0)
-        if len(pages) and not 0 <= min(pages) <= max(pages) < rows:
-            raise RequestError(f"pages={list(pages)[:8]}: the tensors have rows 0..{rows - 1}")
+        if pages and not 0 <= min(pages) <= max(pages) < rows:
+            raise RequestError(f"pages={pages[:8]}: the tensors have rows 0..{rows - 1}")
+        return pages
 
 
 def _runs_here(frame: FrameType) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ sys.path.append(str(Path(__file__).parent))  # importlib mode puts no folder the
 
 from cuda_stand_in import StandInBatch, StandInCuda, StandInKernel
 
+from kvtier.io import page_copier
 from kvtier.io.copy_paths import CopyPath, CopyPaths, Direction
 from kvtier.io.copy_runs import MAX_PITCH
 from kvtier.io.copy_tools import CopyTools
@@ -76,6 +78,38 @@ def test_wide_pages_are_copied_in_items_that_fit_the_caches(num_pages: int, monk
     assert torch.equal(pages, before)
     assert max(longest) <= 256 << 10
     assert len(longest) == 4, "each call is a wait for the GIL"
+
+
+@pytest.mark.parametrize("copies", ["compiled"], indirect=True)
+def test_compiled_each_tensor_takes_one_call_whatever_the_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbouring pages in scattered slots make a run for every two of them, and hardly two of those have one distance."""
+    calls: list[int] = []
+    copy_runs = page_copier.copy_runs
+    assert copy_runs is not None
+    monkeypatch.setattr(page_copier, "copy_runs", lambda *given: (calls.append(len(given[2])), copy_runs(*given)))
+    arena = HostArena(64, 300, pin=False)
+    tensors = [torch.randint(0, 256, (40, width), dtype=torch.uint8) for width in (100, 200)]
+    slots = np.random.default_rng(0).permutation(64)[:40].tolist()
+    runs = page_runs(PagePlaces(arena.stride, 0, 300, 1, arena.slots_per_piece), range(40), slots, 0)
+    assert len({run.step for run in runs}) > 8
+    HostPageCopier(tensors, arena).store(runs)
+    assert calls == [40, 40]
+    assert np.array_equal(arena.rows[slots], torch.cat(tensors, 1).numpy())
+
+
+@pytest.mark.parametrize("run", [PageRun(2, 2, 0, 4096), PageRun(-1, 1, 0, 4096), PageRun(0, 2, 4096, 4096), PageRun(0, 1, -100, 4096)],
+                         ids=["behind the tensor", "before the tensor", "behind the arena", "before the arena"])
+@pytest.mark.parametrize("call", [HostPageCopier.store, HostPageCopier.load], ids=["store", "load"])
+def test_a_page_that_is_not_there_copies_nothing(call: Callable[[HostPageCopier, list[PageRun]], None], run: PageRun) -> None:
+    arena, pages = HostArena(2, 4096, pin=False), torch.full((3, 4096), 7, dtype=torch.uint8)
+    with pytest.raises(IndexError, match="the tensors have 3 pages of 4096 bytes, the arena has 8192 bytes"):
+        call(HostPageCopier([pages], arena), [run])
+    assert not arena.rows.any()
+    assert bool((pages == 7).all())
+
+
+def test_no_runs_are_nothing_to_copy() -> None:
+    HostPageCopier([torch.zeros(2, 8, dtype=torch.uint8)], HostArena(2, 8, pin=False)).store([])
 
 
 @given(st.data())

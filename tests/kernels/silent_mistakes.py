@@ -284,7 +284,7 @@ MISTAKES: Final = [
         "rows are copied by address from where they do not lie",
         ("stored_rows.py", "(runs.lengths.cumsum() - runs.lengths) * row_step", "np.arange(len(numbers)) * row_step",
          "test_host_copy::test_both_ways_to_write_tokens_leave_the_same_pool"),
-        ("checks.py", " or tensor.is_neg() or tensor.is_conj()", "",
+        ("checks.py", " and (tensor.is_neg() or tensor.is_conj())", " and False",
          "test_odd_tensors::test_a_tensor_whose_memory_does_not_hold_its_numbers_is_refused_by_name")),
     *_mistakes_of(
         "of a block that is copied in part, a row too many or the wrong fields are copied; no tokens are not the whole block",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -110,6 +112,7 @@ def test_a_tensor_whose_memory_does_not_hold_its_numbers_is_refused_by_name(same
     (fused_write, {"query_heads": 2.0}, "query_heads=2.0"), (fused_write, {"query_heads": -1, "qkv": torch.zeros(6, 12)}, "query_heads=-1"),
     (zero_value_tail, {"num_layers": None}, "num_layers=None"), (zero_value_tail, {"layers": [0]}, r"layers=[0]: pass a range"),
     (attention_decode, {"scale": "small"}, "scale='small'"), (attention_decode, {"soft_cap": "high"}, "soft_cap='high'"),
+    (attention_decode, {"soft_cap": torch.tensor(1j)}, "soft_cap=tensor"),
     (attention_decode, {"value_dim": 2.0}, "value_dim=2.0"), (attention_prefill, {"past": None}, "past=None"),
     (gather_tokens, {"num_tokens": 2.5}, "num_tokens=2.5"),
     (move_tokens, {"moves": [(1, 0), (5.0, 1)]}, "moves[1]=(5.0, 1): pass pairs of whole numbers"),
@@ -171,6 +174,17 @@ def test_pairs_may_be_elements_of_a_tensor_or_an_array(same_bits, as_given):
         copy_partial_blocks(moved, BLOCKS.clone(), as_given([[0, 1], [1, 1]]), 3)
 
 
+@pytest.mark.parametrize("as_given", [torch.tensor, np.array, np.int8])
+def test_a_layer_and_the_factors_of_a_pool_may_be_elements_of_a_tensor_or_an_array(same_bits, as_given):
+    """A pool of more pages than 8 bits count to."""
+    pages = [torch.zeros(400, 2, 4, 4) for _ in range(2)]
+    table = torch.tensor([[[0, 200], [1, 201]]], dtype=torch.int32)
+    for pool, kind in zip(pages, (int, as_given), strict=True):
+        write_kv(**fresh(write_kv) | {"pages": pool, "table": table, "layer": kind(90), "num_layers": kind(100), "kv_factor": kind(2)})
+    assert same_bits(*pages)
+    assert pages[0].any()
+
+
 @pytest.mark.parametrize(("kernel", "name"), [
     (write_kv, "pages"), (append_mla, "pages"), (fused_write, "pages"), (zero_value_tail, "pages"), (copy_partial_blocks, "destination"),
     (move_tokens, "blocks"), (scatter_indexer_keys, "cache"), (fill_block_offsets, "tables")],
@@ -210,6 +224,21 @@ def test_queries_may_lie_beside_what_is_read_in_one_buffer():
     buffer = torch.zeros(144 + 48)
     buffer[:144] = call["qkv"].flatten()
     assert torch.equal(fused_write(**call | {"qkv": buffer[:144].view(6, 24), "out": buffer[144:].view(6, 2, 4)}), expected)
+
+
+PATHS = SimpleNamespace(append=lambda stored, *_: stored.keys.zero_(), fused_write=lambda *given: given[4].zero_(),
+                        decode=lambda query, context, *_: query * context.scale, scatter=lambda cache, *_: cache.zero_())
+
+
+@pytest.mark.parametrize("kernel", [write_kv, append_mla, fused_write, attention_decode, mla_decode, scatter_indexer_keys, plan_write])
+def test_no_check_ends_a_graph_that_torch_compile_makes(monkeypatch, kernel):
+    """As on a GPU, where values are not checked. What kernels do there stands in for itself."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kvtier.kernels.") and hasattr(module, "kernel_paths"):
+            monkeypatch.setattr(module, "kernel_paths", lambda _kind: PATHS)
+    call = fresh(kernel) | {"check_values": False}
+    torch.compiler.reset()
+    torch.compile(lambda: kernel(**call), backend="eager", fullgraph=True)()
 
 
 def test_pointers_of_a_table_on_the_host_are_checked_even_where_slots_are_not():
@@ -317,6 +346,12 @@ def test_a_tensor_without_memory_of_its_own_is_not_followed_to_its_address(wrapp
     write_kv(given["pages"], given["key"], -ROWS, TABLE, ZEROS, torch.arange(6), layer=0)
     assert torch.equal(gather_tokens(pages, TABLE[0], 6, layer=0), ROWS)
     assert torch.equal(gather_tokens(pages, TABLE[0], 6, layer=0, is_value=True), -ROWS)
+
+
+def test_tensors_without_memory_of_their_own_are_not_taken_for_one_memory():
+    call, out = fresh(fused_write), torch.zeros(6, 2, 4)
+    fused_write(**call | {"qkv": Wrapped(call["qkv"]), "out": Wrapped(out)})
+    assert torch.equal(out, fused_write(**fresh(fused_write)))
 
 
 @pytest.mark.usefixtures("rows_are_written")

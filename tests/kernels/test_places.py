@@ -33,6 +33,22 @@ def test_a_run_is_a_stretch_of_one_block_and_all_runs_are_all_tokens(pieces, tok
         assert all(begin != end or begin[1] % tokens_per_block == 0 for end, begin in zip(ends, begins[1:], strict=False))
 
 
+class Restless(np.ndarray):
+    """Numbers that another thread counts up, as it seems, whenever somebody has looked at them."""
+
+    def __getitem__(self, place):
+        found = np.array(super().__getitem__(place))
+        np.add(self.view(np.ndarray), 1, out=self.view(np.ndarray))
+        return found
+
+
+def test_positions_that_change_meanwhile_make_no_run_that_leads_out_of_its_block():
+    positions = np.arange(100).view(Restless)
+    runs = TokenRuns.of(np.zeros(100, np.int64), positions, 16)
+    assert positions.tolist() == list(range(100))
+    assert ((runs.positions % 16) + runs.lengths <= 16).all()
+
+
 @pytest.mark.parametrize("lengths", [[90, 45], [700]], ids=["two-requests", "long"])
 @pytest.mark.parametrize("tokens_first", [False, True], ids=["heads-first", "tokens-first"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

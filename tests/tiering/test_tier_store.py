@@ -365,6 +365,24 @@ def test_tensors_that_do_not_fit_are_refused_and_nothing_is_copied(make: Callabl
     assert store.count(keys(1)) == 0
 
 
+@pytest.mark.parametrize("step", ["plan_store", "plan_load"])
+def test_rows_are_those_that_were_checked_whatever_becomes_of_the_callers_list(make: Callable[..., TierStore],
+                                                                               monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    store, source, target, rows = make(), filled(2), empty(2), [0]
+    plan = getattr(store.index, step)
+
+    def after_the_list_has_changed(*given: Any) -> Any:
+        rows[0] = 1
+        return plan(*given)
+
+    monkeypatch.setattr(store.index, step, after_the_list_has_changed)
+    assert store.write(keys(1), source, rows) == [True]
+    rows[0] = 0
+    assert store.read(keys(1), target, rows) == 1
+    assert same(target, source, slice(0, 1))
+    assert same(target, empty(2), slice(1, 2))
+
+
 @pytest.mark.parametrize("bad", [None, [[1]], [bytearray(32)], b"key", iter([b"key"])],
                          ids=["None", "list", "bytearray", "bytes", "iterator"])
 def test_bad_keys_are_refused_before_the_ledger_is_asked(make: Callable[..., TierStore], bad: Any) -> None:
