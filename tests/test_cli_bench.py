@@ -11,9 +11,10 @@ import typer.main
 from typer.testing import CliRunner
 
 from kvtier import cli
-from kvtier.bench import family
-from kvtier.bench.family import FAMILY, Common
-from kvtier.bench.report import Limit, Report, ResultRow
+from kvtier.bench import family, ledger, serve
+from kvtier.bench.build import is_compiled
+from kvtier.bench.family import FAMILY, Benchmark, Common
+from kvtier.bench.report import Limit, Report, ResultRow, describe_machine
 from kvtier.cli_bench import bench
 
 MEASURING = [*FAMILY, "all"]
@@ -77,6 +78,26 @@ def test_figures_of_another_machine_or_of_none_are_refused_by_all(monkeypatch: p
     old.write_text("{")
     assert leaving(monkeypatch, name, "--compare", str(old), "--json", str(new)) == 2
     assert not new.exists()
+
+
+@pytest.mark.parametrize("name", MEASURING)
+def test_figures_of_another_build_are_refused_by_all_before_anything_is_measured(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    def never(*arguments: object, **more: object) -> Report:
+        pytest.fail("measured all the same")
+
+    for each in FAMILY:
+        monkeypatch.setitem(FAMILY, each, Benchmark(never))
+    monkeypatch.setattr(ledger, "measure_ledger", never)
+    monkeypatch.setattr(serve, "measure_serve", never)
+    other = {"compiled": not is_compiled()}
+    for command in FAMILY if name == "all" else [name]:
+        config = {"command": name, "sections": {command: other}} if name == "all" else {"command": name, **other}
+        (tmp_path / "old.json").write_text(json.dumps({"kvtier": "0", "machine": describe_machine(), "config": config, "results": []}))
+        assert leaving(monkeypatch, name, "--compare", str(tmp_path / "old.json")) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"{command} was measured with compiled={not is_compiled()}, this run with compiled={is_compiled()}" in said
+        assert "make bench" in said
 
 
 def test_options_reach_the_benchmark_and_a_regression_is_an_exit_code_of_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -98,9 +98,9 @@ def bench_ledger(json: JsonFile = None, plot: PlotFile = None, compare: CompareW
 
     Match, insert, evict, decode, turns, host tier, growth. Takes about 4 minutes with vLLM's beside it; --quick about 1.
     """
+    from kvtier.bench.family import Common
     from kvtier.bench.ledger import measure_ledger
-    from kvtier.bench.ledger_rig import is_compiled
-    _run(lambda: measure_ledger(quick, None if peer is None else peer.value), "ledger", {"quick": quick, "compiled": is_compiled()}, None,
+    _run(lambda: measure_ledger(quick, None if peer is None else peer.value), "ledger", Common(quick=quick).settings(), None,
          json, plot, compare)
 
 

@@ -50,12 +50,13 @@ def bench_serve(engine: Annotated[ServedBy, typer.Option(help="Whose engine serv
 
     Time to first token, throughput and hits. Takes minutes, with vLLM most of them for its engines to start; --quick fewer.
     """
+    from kvtier.bench.build import is_compiled
     from kvtier.bench.outputs import Outputs
     from kvtier.bench.serve import ServePlan, measure_serve
     from kvtier.bench.serve_engine import EngineMaker
     place = folder(directory, "--directory")
     outputs = Outputs(json, plot, compare)
-    outputs.check("serve", {"quick": quick}, place)
+    outputs.check("serve", {"quick": quick, "compiled": is_compiled()}, place)
     maker: EngineMaker
     if engine is ServedBy.VLLM:
         from kvtier.bench.serve_vllm import VllmMaker
