@@ -129,9 +129,10 @@ def bench_compare(old: Annotated[Path, typer.Argument(metavar="OLD", help="Figur
 
 def _run_of_family(name: str, directory: str | None, device: str, json: Path | None, plot: Path | None, compare: Path | None,
                    quick: bool) -> NoReturn:
-    from kvtier.bench.family import FAMILY, Common
+    from kvtier.bench.family import FAMILY, IN_MEMORY, Common
     common = Common(folder(directory, "--directory"), quick, device)
-    _run(lambda: FAMILY[name].measure(common), name, common.settings(), common.directory, json, plot, compare)
+    place = None if name in IN_MEMORY else common.directory or Path.cwd()
+    _run(lambda: FAMILY[name].measure(common), name, common.settings(), place, json, plot, compare)
 
 
 def _run(measure: Callable[[], Report], name: str, settings: Mapping[str, object], directory: Path | None, json: Path | None,

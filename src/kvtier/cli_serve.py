@@ -56,7 +56,7 @@ def bench_serve(engine: Annotated[ServedBy, typer.Option(help="Whose engine serv
     from kvtier.bench.serve_engine import EngineMaker
     place = folder(directory, "--directory")
     outputs = Outputs(json, plot, compare)
-    outputs.check("serve", {"quick": quick, "compiled": is_compiled()}, place)
+    outputs.check("serve", {"quick": quick, "compiled": is_compiled()}, place or Path.cwd())
     maker: EngineMaker
     if engine is ServedBy.VLLM:
         from kvtier.bench.serve_vllm import VllmMaker
