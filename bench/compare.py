@@ -33,6 +33,12 @@ LARGER_IS_BETTER: Final = {"GB/s": True, "tokens/s": True, "tokens": True, "us":
 SAME_WORK: Final = ("quick", "device", "compiled", "direct_io")
 """Settings without which two figures of one name are figures of two things."""
 
+_BOTH_ALIKE: Final = {"compiled": ": with the compiled build (make bench, or PYTHONPATH=build/compiled), or without it"}
+"""How, where the setting does not say it by itself."""
+
+_BY_LIBRARY_CALLS: Final = ("copy", "kernels")
+"""Whose figures on a CPU are of library calls where they do not say whether they were compiled: there was nothing else then."""
+
 _SAME_MACHINE: Final = ("cpu", "cores", "last_level_cache_bytes", "memory_bytes", "gpu", "file_system", "mount")
 _MEMORY_SHARE: Final = 0.01  # the kernel takes a little more or less of it from start to start
 _SOFTWARE: Final = ("kernel", "python")
@@ -180,11 +186,11 @@ def check_comparable(old: Figures, new: Figures) -> None:
         raise ConfigError(f"{old.name} is of another machine than {new.name}: {'; '.join(machines)}. Figures of two machines do not "
                           "compare; measure both on one")
     for command, config in new.configs.items():
-        before = old.configs.get(command, {})
+        before, now = _work(command, old.configs.get(command, {})), _work(command, config)
         for key in SAME_WORK:
-            if key in before and key in config and before[key] != config[key]:
-                raise ConfigError(f"{old.name}: {command} was measured with {key}={before[key]}, {new.name} with {key}={config[key]}; "
-                                  "measure both alike")
+            if key in before and key in now and before[key] != now[key]:
+                raise ConfigError(f"{old.name}: {command} was measured with {key}={before[key]}, {new.name} with {key}={now[key]}; "
+                                  f"measure both alike{_BOTH_ALIKE.get(key, '')}")
 
 
 def judge(old: ResultRow, new: ResultRow, noise: float = 0.0) -> Verdict:
@@ -212,6 +218,12 @@ def read_figures(path: Path) -> Figures:
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON ({error}); name a file that kvtier bench ... --json has written") from error
     return Figures.of(document, str(path))
+
+
+def _work(command: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings, with what those of an older kvtier do not say but can only have been."""
+    is_known = command in _BY_LIBRARY_CALLS and config.get("device") == "cpu"
+    return {"compiled": False, **config} if is_known else config
 
 
 def _verdict(name: str, old: Figures, new: Figures) -> Verdict:

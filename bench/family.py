@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.bench import INSTALL_DEMO
+from kvtier.bench.build import is_compiled
 from kvtier.bench.outputs import Outputs
 from kvtier.bench.report import CHECK_FAILED, FINE, Report
 from kvtier.errors import ConfigError, KVTierError
@@ -46,7 +47,7 @@ class Common:
 
     def settings(self) -> dict[str, object]:
         """As reports have them."""
-        return {"quick": self.quick, "device": self.device}
+        return {"quick": self.quick, "device": self.device, "compiled": is_compiled()}
 
 
 def copies(common: Common) -> Report:
@@ -122,6 +123,9 @@ FAMILY: Final[Mapping[str, Benchmark]] = {
     "gds": Benchmark(gds, _lacks_gds), "load": Benchmark(load), "integrity": Benchmark(integrity), "serve": Benchmark(serve, _lacks_engine)}
 """In the order of ``all``: what the machine can do first, then what is built on it."""
 
+IN_MEMORY: Final = frozenset({"copy", "kernels", "ledger"})
+"""Those that touch no drive: the machine in their figures has no mount."""
+
 
 def run_all(common: Common, outputs: Outputs, family: Mapping[str, Benchmark] = FAMILY) -> int:
     """Every benchmark that can be measured here, one after another; one that fails does not keep the next from its turn.
@@ -136,12 +140,13 @@ def run_all(common: Common, outputs: Outputs, family: Mapping[str, Benchmark] = 
         ConfigError: a file that cannot be written, no such folder or device, figures to compare with that are of another machine.
     """
     common.check()
-    outputs.check(ALL, common.settings(), common.directory)
+    place = common.directory or Path.cwd()
+    outputs.check(ALL, common.settings(), place)
     sections: dict[str, object] = {}
     left_out: dict[str, str] = {}
     failed: dict[str, str] = {}
     whole = Report("kvtier bench all", {"command": ALL, **common.settings(), "sections": sections, "left_out": left_out, "failed": failed},
-                   common.directory or Path.cwd())
+                   place)
     for name, benchmark in family.items():
         lacking = benchmark.lacks(common)
         if lacking:

@@ -14,10 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
+from kvtier.bench.build import is_compiled
 from kvtier.bench.ledger_growth import add_growth, size_of
 from kvtier.bench.ledger_keys import KeyHostTier
 from kvtier.bench.ledger_plan import VLLM, LedgerPlan
-from kvtier.bench.ledger_rig import MAX_EVENTS, TOKENS_PER_BLOCK, Side, Workload, is_compiled
+from kvtier.bench.ledger_rig import MAX_EVENTS, TOKENS_PER_BLOCK, Side, Workload
 from kvtier.bench.ledger_workloads import BUFFER, LIST, READY, Compare, Decode, Evict, HostTier, Insert, Match, Turns
 from kvtier.bench.measure import Interleaved, interleave
 from kvtier.bench.report import Limit, Report, ResultRow

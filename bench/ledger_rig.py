@@ -17,7 +17,6 @@ import numpy.typing as npt
 from kvtier.bench.measure import Alternative
 from kvtier.policies.retention import DEFAULT_PRIORITY
 from kvtier.pools.pool_index import PRIMARY, SECONDARY, level_of
-from kvtier.tiering.ledger import ledger as ledger_module
 from kvtier.tiering.ledger.events import Event, Stored
 from kvtier.tiering.ledger.group import GroupSpec
 from kvtier.tiering.ledger.ledger import Ledger
@@ -30,11 +29,6 @@ MAX_EVENTS: Final = 1024
 VOCABULARY: Final = 150_000
 
 Tokens = npt.NDArray[np.int32]
-
-
-def is_compiled() -> bool:
-    """Whether the ledger's modules are extension modules (``make compiled``) and not plain Python."""
-    return str(ledger_module.__file__).endswith(".so")
 
 
 def new_ledger(primary: int, secondary: int, nvme: int, *, offload: bool = True, events: bool = True) -> Ledger:

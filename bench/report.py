@@ -88,9 +88,14 @@ def losses(rows: Sequence[ResultRow], baselines: Sequence[str]) -> list[str]:
         others = dict(row.peers)
         if row.limit is not None and row.ratio is not None:
             others = {row.limit.name: row.ratio} | others
-        found += [f"{row.name} LOSES to {name}: {ratio:.2f}" for name, ratio in others.items()
+        found += [f"{row.name} LOSES to {name}: {_less_than_one(ratio)}" for name, ratio in others.items()
                   if ratio < 1.0 and name.startswith(tuple(baselines))]
     return found
+
+
+def _less_than_one(ratio: float) -> str:
+    """With two digits, or as many more as it takes not to say 1."""
+    return next(text for text in (f"{ratio:.{digits}f}" for digits in range(2, 17)) if float(text) < 1.0)
 
 
 def throughput_row(name: str, measured: Interleaved, ours: str, limit: str, num_bytes: int,
@@ -186,7 +191,8 @@ class Report:
         """Print the table, write the JSON and return the exit code: 1 when a row's check failed, else 0."""
         limits = limit_lines(self.rows) if self.table is None else []
         self.show(result_table(self.title, self.rows, self.invalid) if self.table is None else self.table)
-        for line in [machine_line(self.machine), *limits, *self.notes, *losses(self.rows, self.baselines)]:
+        machine = machine_line(self.machine, self._config.get("compiled") is True)
+        for line in [machine, *limits, *self.notes, *losses(self.rows, self.baselines)]:
             self.say(line)
         return self.write(json_file)
 
@@ -237,9 +243,9 @@ def describe_machine(directory: Path | None = None, root: Path = Path("/")) -> d
     return machine
 
 
-def machine_line(machine: Mapping[str, object]) -> str:
-    """The machine in one line for people."""
-    line = f"{machine['cpu']}, {machine['cores']} cores, {machine['kernel']}, GPU: {machine['gpu']}"
+def machine_line(machine: Mapping[str, object], is_compiled: bool) -> str:
+    """The machine in one line for people, and whether the compiled build was measured."""
+    line = f"{machine['cpu']}, {machine['cores']} cores, {machine['kernel']}, GPU: {machine['gpu']}{', compiled' if is_compiled else ''}"
     if "mount" in machine:
         line += f"; {machine['file_system']} mounted at {machine['mount']}"
     return line

@@ -20,6 +20,8 @@ PAGE = ROOT / "docs" / "performance.md"
 MEASUREMENTS = ROOT / "docs" / "measurements"
 TABLES = {name: runpy.run_path(str(Path(__file__).with_name(f"figures_{name}.py")))[f"{name}_table"] for name in ("integrity", "serve")}
 """Of commands whose rows are better read as a table of their own."""
+COMPILED = {"ledger": ("The ledger's modules", "plain Python"), **dict.fromkeys(("copy", "kernels"), ("Copies", "library calls"))}
+"""By command, what of its figures was compiled, and what it was otherwise."""
 SECTION = re.compile(r"(<!-- figures: (?P<file>[\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -37,8 +39,7 @@ def section(file: Path) -> str:
     origin = (f"From `{file.name}`, kvtier {document['kvtier']}{', --quick' if config.get('quick') else ''}: {machine['cpu']}, "
               f"{machine['cores']} cores, {machine['kernel']}, Python {machine['python']}, GPU: {machine['gpu']}.")
     if "compiled" in config:
-        is_ledger = config.get("command", "ledger") == "ledger"
-        what, otherwise = ("The ledger's modules", "plain Python") if is_ledger else ("Copies", "library calls")
+        what, otherwise = COMPILED.get(config.get("command"), ("The modules", "plain Python"))
         origin += f" {what} were {'compiled' if config['compiled'] else otherwise}."
     own_table = TABLES.get(config.get("command"))
     lines = ["", origin, "", *(own_table(document) if own_table else table(document["results"])), ""]

@@ -11,9 +11,10 @@ import typer.main
 from typer.testing import CliRunner
 
 from kvtier import cli
-from kvtier.bench import family
-from kvtier.bench.family import FAMILY, Common
-from kvtier.bench.report import Limit, Report, ResultRow
+from kvtier.bench import family, ledger, serve
+from kvtier.bench.build import is_compiled
+from kvtier.bench.family import FAMILY, IN_MEMORY, Benchmark, Common
+from kvtier.bench.report import Limit, Report, ResultRow, describe_machine
 from kvtier.cli_bench import bench
 
 MEASURING = [*FAMILY, "all"]
@@ -79,6 +80,42 @@ def test_figures_of_another_machine_or_of_none_are_refused_by_all(monkeypatch: p
     assert not new.exists()
 
 
+@pytest.fixture
+def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*arguments: object, **more: object) -> Report:
+        pytest.fail("measured all the same")
+
+    for each in FAMILY:
+        monkeypatch.setitem(FAMILY, each, Benchmark(never))
+    monkeypatch.setattr(ledger, "measure_ledger", never)
+    monkeypatch.setattr(serve, "measure_serve", never)
+
+
+@pytest.mark.usefixtures("nothing_is_measured")
+@pytest.mark.parametrize("name", [name for name in MEASURING if name not in IN_MEMORY])
+def test_without_a_folder_figures_of_another_drive_than_the_current_folder_s_are_refused_beforehand(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps({"kvtier": "0", "machine": describe_machine() | {"mount": "/no-such-mount"},
+                               "config": {"command": name, "sections": {each: {} for each in FAMILY}}, "results": []}))
+    assert leaving(monkeypatch, name, "--compare", str(old)) == 2
+    assert "mount /no-such-mount there" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.usefixtures("nothing_is_measured")
+@pytest.mark.parametrize("name", MEASURING)
+def test_figures_of_another_build_are_refused_by_all_before_anything_is_measured(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    other = {"compiled": not is_compiled()}
+    for command in FAMILY if name == "all" else [name]:
+        config = {"command": name, "sections": {command: other}} if name == "all" else {"command": name, **other}
+        (tmp_path / "old.json").write_text(json.dumps({"kvtier": "0", "machine": describe_machine(), "config": config, "results": []}))
+        assert leaving(monkeypatch, name, "--compare", str(tmp_path / "old.json")) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"{command} was measured with compiled={not is_compiled()}, this run with compiled={is_compiled()}" in said
+        assert "make bench" in said
+
+
 def test_options_reach_the_benchmark_and_a_regression_is_an_exit_code_of_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     asked = measuring(monkeypatch)
@@ -91,6 +128,15 @@ def test_options_reach_the_benchmark_and_a_regression_is_an_exit_code_of_1(monke
     assert leaving(monkeypatch, "compare", str(old), str(new)) == 1
     assert leaving(monkeypatch, "compare", str(new), str(old)) == 0
     assert leaving(monkeypatch, "compare", str(new), str(tmp_path / "missing.json")) == 2
+
+
+def test_a_benchmark_that_touches_no_drive_compares_with_figures_of_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    old = tmp_path / "old.json"
+    asked = measuring(monkeypatch)
+    old.write_text(json.dumps({"kvtier": "0", "machine": describe_machine() | {"mount": "/no-such-mount"},
+                               "config": {"command": "all", "sections": {"copy": {}, "nvme": {}}}, "results": []}))
+    assert leaving(monkeypatch, "copy", "--compare", str(old)) == 0
+    assert len(asked) == 1
 
 
 def test_all_takes_a_folder_and_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,8 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 from kvtier.bench.family import FAMILY
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +50,18 @@ def test_a_section_is_made_anew_from_its_file(tmp_path: Path) -> None:
     assert "* ledger/W1 LOSES to vllm: 0.90" in page
     assert "* INVALID ledger/W2: wrong" in page
     assert FIGURES["filled"](page, tmp_path) == page
+
+
+@pytest.mark.parametrize(("command", "compiled", "plain"), [
+    ("ledger", "The ledger's modules were compiled.", "The ledger's modules were plain Python."),
+    ("copy", "Copies were compiled.", "Copies were library calls."),
+    ("nvme", "The modules were compiled.", "The modules were plain Python.")])
+def test_a_section_says_of_which_build_its_figures_are(tmp_path: Path, command: str, compiled: str, plain: str) -> None:
+    for is_compiled, said in ((True, compiled), (False, plain)):
+        (tmp_path / "ledger.json").write_text(json.dumps(measurement(command=command, compiled=is_compiled)))
+        assert said in FIGURES["filled"](PAGE, tmp_path)
+    (tmp_path / "ledger.json").write_text(json.dumps(measurement(command=command)))
+    assert " were " not in FIGURES["filled"](PAGE, tmp_path), "an older file does not say"
 
 
 def test_what_was_not_measured_is_said(tmp_path: Path) -> None:

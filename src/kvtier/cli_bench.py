@@ -98,9 +98,9 @@ def bench_ledger(json: JsonFile = None, plot: PlotFile = None, compare: CompareW
 
     Match, insert, evict, decode, turns, host tier, growth. Takes about 4 minutes with vLLM's beside it; --quick about 1.
     """
+    from kvtier.bench.family import Common
     from kvtier.bench.ledger import measure_ledger
-    from kvtier.bench.ledger_rig import is_compiled
-    _run(lambda: measure_ledger(quick, None if peer is None else peer.value), "ledger", {"quick": quick, "compiled": is_compiled()}, None,
+    _run(lambda: measure_ledger(quick, None if peer is None else peer.value), "ledger", Common(quick=quick).settings(), None,
          json, plot, compare)
 
 
@@ -131,9 +131,10 @@ def bench_compare(old: Annotated[Path, typer.Argument(metavar="OLD", help="Figur
 def _run_of_family(name: str, directory: str | None, device: str, json: Path | None, plot: Path | None, compare: Path | None,
                    quick: bool) -> NoReturn:
     from kvtier.bench import openmp_waiting  # noqa: F401 # isort: skip - before torch is loaded
-    from kvtier.bench.family import FAMILY, Common
+    from kvtier.bench.family import FAMILY, IN_MEMORY, Common
     common = Common(folder(directory, "--directory"), quick, device)
-    _run(lambda: FAMILY[name].measure(common), name, common.settings(), common.directory, json, plot, compare)
+    place = None if name in IN_MEMORY else common.directory or Path.cwd()
+    _run(lambda: FAMILY[name].measure(common), name, common.settings(), place, json, plot, compare)
 
 
 def _run(measure: Callable[[], Report], name: str, settings: Mapping[str, object], directory: Path | None, json: Path | None,

@@ -162,6 +162,29 @@ def test_a_short_run_beside_a_full_one_is_refused_and_other_settings_are_said() 
     assert "copy: rounds was 9, is 5" in list(compare(figures([row()], rounds=9), figures([row()], rounds=5)).lines())
 
 
+@pytest.mark.parametrize(("command", "config"), [("nvme", {}), ("copy", {"device": "cpu"}), ("kernels", {"device": "cpu"})])
+def test_the_compiled_build_beside_the_plain_one_is_refused_with_how_to_measure_alike(command: str, config: dict) -> None:
+    plain, compiled = (figures([row()], command=command, compiled=each, **config) for each in (False, True))
+    for pair in ((plain, compiled), (compiled, plain)):
+        with pytest.raises(ConfigError, match=r"compiled=.* alike: with the compiled build \(make bench, or PYTHONPATH=build/compiled\)"):
+            compare(*pair)
+    assert compare(compiled, compiled).regressions == []
+
+
+@pytest.mark.parametrize("command", ["copy", "kernels"])
+def test_copies_on_a_cpu_that_do_not_say_how_were_library_calls(command: str) -> None:
+    silent = figures([row()], command=command, device="cpu")
+    with pytest.raises(ConfigError, match=f"{command} was measured with compiled=False, .* compiled=True"):
+        compare(silent, figures([row()], command=command, device="cpu", compiled=True))
+    assert compare(silent, figures([row()], command=command, device="cpu", compiled=False)).regressions == []
+
+
+@pytest.mark.parametrize(("command", "device"), [("nvme", "cpu"), ("copy", "cuda:0")])
+def test_where_an_older_file_cannot_say_its_build_it_is_compared_and_a_line_says_what_is_not_known(command: str, device: str) -> None:
+    silent, compiled = (figures([row()], command=command, device=device, **known) for known in ({}, {"compiled": True}))
+    assert f"{command}: compiled was None, is True" in list(compare(silent, compiled).lines())
+
+
 def test_one_benchmark_is_found_among_all_of_them() -> None:
     every = figures([row(), row("nvme/read")], command="all", sections={"copy": {"quick": False}, "nvme": {"quick": False}})
     assert [change.name for change in compare(every, figures([row()])).changes] == ["copy/a"]

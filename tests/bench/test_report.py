@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import threading
@@ -20,6 +21,7 @@ from kvtier.bench.report import (
     ResultRow,
     check_writable,
     describe_machine,
+    losses,
     require_memory,
     size_name,
     throughput_row,
@@ -31,8 +33,8 @@ ROW = ResultRow("copy/primary->secondary/2MiB", "GB/s", 19.0, 18.0, 20.0, Limit(
 BARE = ResultRow("copy/primary->secondary/2MiB/submit", "us/block", 12.34, 10.01, 42.56)
 
 
-def make_report(directory: Path | None = None) -> Report:
-    return Report("title", {"quick": True}, directory, Console(width=80, record=True, file=open(os.devnull, "w")))
+def make_report(directory: Path | None = None, **config: object) -> Report:
+    return Report("title", {"quick": True, **config}, directory, Console(width=80, record=True, file=open(os.devnull, "w")))
 
 
 def test_the_json_has_the_keys_that_the_design_fixes(tmp_path: Path) -> None:
@@ -70,10 +72,26 @@ def test_a_row_that_loses_to_what_one_could_have_instead_is_said_and_written(tmp
     report.add(ROW)
     report.add(ResultRow("load/a", "ms", 20.0, 18.0, 22.0, Limit("recompute 9 tokens", 18.0), 0.9, {"other": 0.8, "third": 0.1}))
     report.finish(tmp_path / "figures.json")
-    losses = ["load/a LOSES to recompute 9 tokens: 0.90", "load/a LOSES to other: 0.80"]
-    assert json.loads((tmp_path / "figures.json").read_text())["config"]["losses"] == losses
+    said = ["load/a LOSES to recompute 9 tokens: 0.90", "load/a LOSES to other: 0.80"]
+    assert json.loads((tmp_path / "figures.json").read_text())["config"]["losses"] == said
     shown = report._console.export_text()
-    assert all(line in shown for line in losses)
+    assert all(line in shown for line in said)
+
+
+@pytest.mark.parametrize(("ratio", "said"), [(0.9, "0.90"), (0.994, "0.99"), (0.995001, "0.995"), (0.9973, "0.997"), (0.99996, "0.99996"),
+                                             (math.nextafter(1.0, 0.0), "0.9999999999999999")])
+def test_a_loss_is_never_said_as_a_draw(ratio: float, said: str) -> None:
+    assert losses([ResultRow("load/a", "ms", 1.0, 1.0, 1.0, Limit("recompute", 1.0), ratio)], ["recompute"]) == [
+        f"load/a LOSES to recompute: {said}"]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_line_of_the_machine_says_which_build_was_measured(compiled: bool) -> None:
+    report = make_report(compiled=compiled)
+    report.finish(None)
+    said = " ".join(report._console.export_text().split())
+    assert f" cores, {report.machine['kernel']}, GPU: " in said
+    assert said.endswith(", compiled") is compiled
 
 
 def test_a_row_is_read_again_as_it_was_written() -> None:
