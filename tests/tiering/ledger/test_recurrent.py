@@ -191,6 +191,21 @@ def test_beams_start_from_a_snapshot() -> None:
     run.finish()
 
 
+@pytest.mark.parametrize(("held", "reused", "left"), [(4, 4, 0), (5, 0, 0)])
+def test_a_match_is_given_up_only_when_less_than_the_estimate_is_free(held: int, reused: int, left: int) -> None:
+    """The state to start from is no state that the longer prompt keeps: it takes a block beside those, for the copy only."""
+    run = GroupRun(recurrent(8, 7))
+    run.serve(tokens(5))
+    for number in range(held):
+        run.add(tokens(3, 100 * number))
+    request = run.request([*tokens(4), *tokens(6, 50)])
+    assert capacity.match(run.ledger, request).reusable_tokens == 4
+    assert capacity.needed_blocks_one_step(run.ledger, request, False) == 3
+    assert run.free() == 7 - held
+    [sequence] = run.add_all(request)
+    assert (sequence.prepopulated, run.free()) == (reused, left)
+
+
 # -- what is not possible --------------------------------------------------------------------------------------------------
 
 
