@@ -31,7 +31,11 @@ class Planning(TierCore):
             return capacity.match(ledger, request)
 
     def needed_blocks_one_step(self, request: int | Request, two_steps: bool = False, group: int = 0) -> int:
-        """Primary blocks of a group that the next step (or two) of a request, or of the active sequence with this id, may take."""
+        """Primary blocks of a group that the next step (or two) of a request, or of the active sequence with this id, may take.
+
+        While this many are free in every group, no full block that ``match`` finds is given up for want of room. Added with fewer, a
+        request to a model with recurrent layers may be computed as a whole: a state that is reused takes a block beside its copy.
+        """
         self._check_group(group)
         arguments.truth("two_steps", two_steps)
         with self.locked() as ledger:

@@ -17,6 +17,9 @@ from kvtier.tiering.ledger.prefix import usable_prefix
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.ledger.state import LedgerState
 
+Demand = tuple[list[int], list[set[int]]]
+"""By group: how many primary blocks are taken, and the ids of those that must stay meanwhile."""
+
 
 class AdmissionPlan:
     """What one request of a batch will get.
@@ -157,6 +160,10 @@ class BatchPlanner:
             if plan.partial and plan.partial[group].id >= 0:
                 held.add(plan.partial[group].id)
         return held
+
+    def demand(self) -> Demand:
+        groups = range(len(self.state.groups))
+        return [self.needed_primary(group) for group in groups], [self.protected(group) for group in groups]
 
     def give_up_copies(self) -> None:
         """Reuse nothing by copying it: no part of a block, and no kept state, whose copy the running state starts as. The source of a

@@ -156,6 +156,9 @@ def needed_blocks_one_step(state: LedgerState, request: Request | ActiveSequence
     A request not admitted yet counts its whole prompt with drafts, or in a window group with chunked prefill the first chunk, less the
     stored blocks that it needs not take: those that somebody references, and those out of its window. An unreferenced stored block is
     reused too, but still takes a free one. A sequence counts what its next tokens need.
+
+    While this many are free in every group, no full block that :func:`match` finds is given up for want of room. With fewer, a request to
+    a model with recurrent layers may be admitted without any reuse: the state that it would start from takes a block beside its copy.
     """
     state.check_group(group)
     geometry = state.geometries[group]

@@ -18,7 +18,15 @@ NOTHING_WANTED: Final[list[set[int]]] = []
 
 
 def require_room(state: LedgerState, needed: list[int], wanted: list[set[int]], what: str, asking: frozenset[int] = NOBODY) -> None:
-    """Raise CapacityError unless ``needed`` primary blocks of each group can be taken beside the ``wanted`` ones, which must stay.
+    """Raise CapacityError unless there is room; see :func:`lack_of_room`."""
+    error = lack_of_room(state, needed, wanted, what, asking)
+    if error is not None:
+        raise error
+
+
+def lack_of_room(state: LedgerState, needed: list[int], wanted: list[set[int]], what: str,
+                 asking: frozenset[int] = NOBODY) -> CapacityError | None:
+    """The error to raise unless ``needed`` primary blocks of each group can be taken beside the ``wanted`` ones, which must stay.
 
     Args:
         needed: blocks, by group.
@@ -34,7 +42,7 @@ def require_room(state: LedgerState, needed: list[int], wanted: list[set[int]], 
         if missing[group] > 0 and (worst < 0 or missing[group] > missing[worst]):
             worst = group
     if worst < 0:
-        return
+        return None
     allocator = state.allocators[worst]
     total = allocator.num_blocks[PRIMARY]
     preempt = _whom_to_preempt(state, missing, wanted)
@@ -46,8 +54,8 @@ def require_room(state: LedgerState, needed: list[int], wanted: list[set[int]], 
               f"enlarge primary (now {total} blocks of {allocator.tokens_per_block} tokens) or send fewer tokens")
     where = f" of group {worst}" if len(state.groups) > 1 else ""
     available = needed[worst] - missing[worst]
-    raise CapacityError(f"{what}: {needed[worst]} primary blocks{where} needed, {available} available of {total}; {remedy}", needed[worst],
-                        available, preempt)
+    return CapacityError(f"{what}: {needed[worst]} primary blocks{where} needed, {available} available of {total}; {remedy}", needed[worst],
+                         available, preempt)
 
 
 def free_beside(allocator: BlockAllocator, wanted: set[int]) -> int:

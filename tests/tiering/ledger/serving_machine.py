@@ -42,6 +42,7 @@ class ServingMachine(LedgerMachine):
         self.driver.tiers.fetch()
         forecast = capacity.match(self.ledger, first)
         estimates = [capacity.needed_blocks_one_step(self.ledger, first, False, group) for group in range(len(self.groups))]
+        has_room = all(estimate <= free for estimate, free in zip(estimates, self.driver.free_primary(), strict=True))
         before = snapshot(self.ledger)
         warm = any(allocator.warm for allocator in self.ledger.allocators)
         idle = not self.ledger.sequences and not self.ledger.leases and not self.is_busy()
@@ -55,10 +56,14 @@ class ServingMachine(LedgerMachine):
         if len(self.groups) == 1 and self.groups[0].kind == FULL:
             assert all(sequence.reused_blocks + sequence.missed_blocks == len(sequence.blocks) for sequence in sequences)
         if len(batch) == 1 and not sequences[0].left_tokens:
-            self.check_forecast(sequences[0], forecast, estimates)
+            self.check_forecast(sequences[0], forecast, estimates, has_room)
 
-    def check_forecast(self, sequence: ActiveSequence, forecast: capacity.PrefixReuse, estimates: list[int]) -> None:
-        assert sequence.prepopulated // self.tokens_per_block == forecast.reusable_blocks
+    def check_forecast(self, sequence: ActiveSequence, forecast: capacity.PrefixReuse, estimates: list[int], has_room: bool) -> None:
+        """What is foretold comes while the estimate is free. With less, a recurrent layout may give it up: it then costs a whole prompt."""
+        if self.ledger.has_recurrent and not has_room and sequence.prepopulated == 0:
+            estimates = [num_new_blocks(self.ledger, sequence.request, group, 0, 0) for group in range(len(self.groups))]
+        else:
+            assert sequence.prepopulated // self.tokens_per_block == forecast.reusable_blocks
         assert sum(forecast.tokens_by_level) == forecast.reusable_blocks * self.tokens_per_block
         assert forecast.referenced_blocks <= forecast.reusable_blocks
         for group, (estimate, cost) in enumerate(zip(estimates, self.driver.cost, strict=True)):

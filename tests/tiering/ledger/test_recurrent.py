@@ -191,6 +191,37 @@ def test_beams_start_from_a_snapshot() -> None:
     run.finish()
 
 
+@pytest.mark.parametrize(("held", "reused", "left"), [(4, 4, 0), (5, 0, 0)])
+def test_a_match_is_given_up_only_when_less_than_the_estimate_is_free(held: int, reused: int, left: int) -> None:
+    """The state to start from is no state that the longer prompt keeps: it takes a block beside those, for the copy only."""
+    run = GroupRun(recurrent(8, 7))
+    run.serve(tokens(5))
+    for number in range(held):
+        run.add(tokens(3, 100 * number))
+    request = run.request([*tokens(4), *tokens(6, 50)])
+    assert capacity.match(run.ledger, request).reusable_tokens == 4
+    assert capacity.needed_blocks_one_step(run.ledger, request, False) == 3
+    assert run.free() == 7 - held
+    [sequence] = run.add_all(request)
+    assert (sequence.prepopulated, run.free()) == (reused, left)
+
+
+def test_what_shares_a_prefix_and_lacks_a_state_asks_for_the_end_of_one_request_not_of_all() -> None:
+    """Without the match it would need blocks for the whole prompt too, which the others would have to make room for."""
+    run = GroupRun(recurrent(40, 9), full(40))
+    run.serve([*tokens(80), 1])
+    others = [run.add([*tokens(80), 2, number]) for number in range(8)]
+    assert (run.free(0), run.free(1)) == (0, 12)
+    request = run.request([*tokens(80), 3, 3])
+    assert [capacity.needed_blocks_one_step(run.ledger, request, False, group) for group in range(2)] == [1, 1]
+    error = run.no_room(lambda: run.ledger.add_sequences([request]))
+    assert "1 primary blocks of group 0 needed, 0 available" in str(error)
+    assert error.preempt == (others[-1].id,)
+    run.drop(others.pop())
+    assert run.add_all(request)[0].prepopulated == 80
+    run.finish()
+
+
 # -- what is not possible --------------------------------------------------------------------------------------------------
 
 
