@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_examples import examples
 
-from kvtier.kernels import stored_rows, write_kv
+from kvtier.kernels import compiled_copy, stored_rows, write_kv
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +94,19 @@ def test_runs_with_gaps_are_refused():
 
 def test_no_runs_are_nothing_to_copy():
     host_copy().copy_runs(0, 0, np.zeros((0, 3), np.int64), 8, 8, 1, 8, 8, 8, 1, True)
+
+
+@pytest.mark.parametrize(("error", "warnings"), [(ModuleNotFoundError("none"), 0), (ImportError("of another system"), 1)])
+def test_without_the_module_copies_are_library_calls_and_a_damaged_one_is_said(monkeypatch, caplog, error, warnings):
+    class Finder:
+        def find_spec(self, name, path=None, target=None):
+            if name == "kvtier.kernels.host_copy":
+                raise error
+
+    monkeypatch.delitem(sys.modules, "kvtier.kernels.host_copy", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    assert compiled_copy._load() is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warnings
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

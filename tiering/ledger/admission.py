@@ -15,10 +15,8 @@ from kvtier.tiering.ledger.key import Namespace, TokenKeys
 from kvtier.tiering.ledger.node import Node, Walk
 from kvtier.tiering.ledger.prefix import usable_prefix
 from kvtier.tiering.ledger.request import Request
+from kvtier.tiering.ledger.room import Demand
 from kvtier.tiering.ledger.state import LedgerState
-
-Demand = tuple[list[int], list[set[int]]]
-"""By group: how many primary blocks are taken, and the ids of those that must stay meanwhile."""
 
 
 class AdmissionPlan:
@@ -162,6 +160,7 @@ class BatchPlanner:
         return held
 
     def demand(self) -> Demand:
+        """What the batch takes, as planned by now."""
         groups = range(len(self.state.groups))
         return [self.needed_primary(group) for group in groups], [self.protected(group) for group in groups]
 

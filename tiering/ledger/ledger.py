@@ -15,7 +15,7 @@ from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.policies.retention import check_priority, priority_of
 from kvtier.pools.pool_index import LEVEL_NAMES, PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger import beams, decoding, drafts, prefill
-from kvtier.tiering.ledger.admission import AdmissionPlan, BatchPlanner, Demand, has_private_tail, may_reuse, most_reusable
+from kvtier.tiering.ledger.admission import AdmissionPlan, BatchPlanner, has_private_tail, may_reuse, most_reusable
 from kvtier.tiering.ledger.admitting import carry_out
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block
@@ -29,7 +29,7 @@ from kvtier.tiering.ledger.losing import lose
 from kvtier.tiering.ledger.moves import Move
 from kvtier.tiering.ledger.prefix import stored_rows
 from kvtier.tiering.ledger.request import Request
-from kvtier.tiering.ledger.room import free_beside, lack_of_room, require_room
+from kvtier.tiering.ledger.room import lacks_room, least_lack, require_room
 from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.ledger.sequence import ActiveSequence, Lease
 from kvtier.tiering.ledger.state import LedgerState
@@ -126,32 +126,14 @@ class Ledger(LedgerState):
         if is_plenty:
             return
         demands = [planner.demand()]
-        if self._lacks_room_for(demands[-1]):
+        if lacks_room(self, demands[-1]):
             planner.give_up_copies()
             demands.append(planner.demand())
-        if self.is_chunked and self._lacks_room_for(demands[-1]):
+        if self.is_chunked and lacks_room(self, demands[-1]):
             planner.give_up_parts()
             demands.append(planner.demand())
-        if self._lacks_room_for(demands[-1]):
-            raise self._least_lack(demands, f"requests {sorted(batch_ids)}")
-
-    def _lacks_room_for(self, demand: Demand) -> bool:
-        needed, protected = demand
-        return any(needed[group] > free_beside(allocator, protected[group]) for group, allocator in enumerate(self.allocators))
-
-    def _least_lack(self, demands: list[Demand], what: str) -> CapacityError:
-        """Of several ways to admit a batch, none of which has room, the error of the one that asks for the fewest pre-emptions. What is
-        reused may be others' blocks, which cost nothing; the whole prompt without it may take the place of all of them."""
-        least: CapacityError | None = None
-        for number, (needed, protected) in enumerate(demands):
-            if number and demands[number] == demands[number - 1]:
-                continue  # nothing was there to give up; whom to pre-empt takes long to find
-            error = lack_of_room(self, needed, protected, what)
-            assert error is not None
-            if least is None or not least.preempt or 0 < len(error.preempt) < len(least.preempt):
-                least = error
-        assert least is not None
-        return least
+        if lacks_room(self, demands[-1]):
+            raise least_lack(self, demands, f"requests {sorted(batch_ids)}")
 
     def _require_room_for_chunks(self, planner: BatchPlanner) -> None:
         """Refuse a prompt that would wait for ever: the pool could not hold its window and a chunk even if nobody else were there."""

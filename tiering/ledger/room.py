@@ -16,6 +16,30 @@ NOTHING: Final[set[int]] = set()
 NOTHING_WANTED: Final[list[set[int]]] = []
 """Who asks for room beside nothing in any group. Shared, never changed."""
 
+Demand = tuple[list[int], list[set[int]]]
+"""By group: how many primary blocks are taken, and the ids of those that must stay meanwhile."""
+
+
+def lacks_room(state: LedgerState, demand: Demand) -> bool:
+    """Whether a group has too few blocks for it."""
+    needed, protected = demand
+    return any(needed[group] > free_beside(allocator, protected[group]) for group, allocator in enumerate(state.allocators))
+
+
+def least_lack(state: LedgerState, demands: list[Demand], what: str) -> CapacityError:
+    """Of several ways to admit a batch, none of which has room, the error of the one that asks for the fewest pre-emptions. What is
+    reused may be others' blocks, which cost nothing; the whole prompt without it may take the place of all of them."""
+    least: CapacityError | None = None
+    for number, (needed, protected) in enumerate(demands):
+        if number and demands[number] == demands[number - 1]:
+            continue  # nothing was there to give up; whom to pre-empt takes long to find
+        error = lack_of_room(state, needed, protected, what)
+        assert error is not None
+        if least is None or not least.preempt or 0 < len(error.preempt) < len(least.preempt):
+            least = error
+    assert least is not None
+    return least
+
 
 def require_room(state: LedgerState, needed: list[int], wanted: list[set[int]], what: str, asking: frozenset[int] = NOBODY) -> None:
     """Raise CapacityError unless there is room; see :func:`lack_of_room`."""
