@@ -276,13 +276,15 @@ class Manifest:
                 self._connection.executemany(statement, parameters) if parameters != [()] else execute(statement)
             execute("INSERT OR REPLACE INTO totals VALUES (1, ?, ?, ?, ?, ?, ?)", (*totals, totals.digest()))
             execute("COMMIT")
-        except (OSError, *SQLITE_ERRORS) as error:  # OSError: injected
+        except BaseException as error:  # Ctrl-C too: a transaction left open would keep the next one, and close, from the file
             self._must_reload = True  # whether the commit reached the file is not known
             try:
                 if self._connection.in_transaction:
                     execute("ROLLBACK")
             except SQLITE_ERRORS as second:
                 _log.debug("%s: rollback: %s", self.path, second)
+            if not isinstance(error, (OSError, *SQLITE_ERRORS)):  # OSError: injected
+                raise
             why = outer_cause(error, self.path.parent) or f"{error}; check the health of the drive"
             raise TransferError(f"{self.path}: nothing was committed: {why}") from error
         self._totals = totals

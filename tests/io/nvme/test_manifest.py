@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,52 @@ def test_a_commit_that_failed_only_seemingly_is_discovered_before_the_next_chang
     assert manifest.row(0, 1) is None
     manifest.close(60.0)
     assert load(path).damage == []
+
+
+class InterruptedConnection:
+    """Does what it is told and is then cut short, as by Ctrl-C, once."""
+
+    def __init__(self, real: sqlite3.Connection, statement: str) -> None:
+        self.real = real
+        self.statement = statement
+
+    def execute(self, statement: str, *parameters: object) -> sqlite3.Cursor:
+        return self._run(self.real.execute, statement, *parameters)
+
+    def executemany(self, statement: str, *parameters: object) -> sqlite3.Cursor:
+        return self._run(self.real.executemany, statement, *parameters)
+
+    def _run(self, call: Callable[..., sqlite3.Cursor], statement: str, *parameters: object) -> sqlite3.Cursor:
+        cursor = call(statement, *parameters)
+        if self.statement and statement.startswith(self.statement):
+            self.statement = ""
+            raise KeyboardInterrupt
+        return cursor
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.real, name)
+
+
+@pytest.mark.parametrize("statement", ["BEGIN", "INSERT OR REPLACE INTO blocks", "INSERT OR REPLACE INTO totals", "COMMIT"])
+@pytest.mark.parametrize("closes_at_once", [True, False])
+def test_a_commit_cut_short_by_ctrl_c_blocks_neither_the_next_one_nor_close(path: Path, statement: str, closes_at_once: bool,
+                                                                          caplog: pytest.LogCaptureFixture) -> None:
+    manifest = Manifest(path, NAMESPACE)
+    manifest.load()
+    manifest._connection = InterruptedConnection(manifest._connection, statement)
+    with pytest.raises(KeyboardInterrupt):
+        manifest.put([make_row(400)])
+    committed = statement == "COMMIT"
+    if not closes_at_once:
+        manifest.put([make_row(401)])
+        assert (manifest.row(0, 400) is not None) is committed
+    manifest.close(60.0)
+    assert caplog.records == []
+    assert [entry.name for entry in path.parent.iterdir()] == ["manifest.sqlite"]
+    contents = load(path)
+    assert contents.damage == []
+    assert ((0, 400) in contents.rows) is committed
+    assert ((0, 401) in contents.rows) is not closes_at_once
 
 
 def test_a_clear_that_fails_shows_no_old_row_and_is_made_up_for(path: Path) -> None:
