@@ -82,6 +82,15 @@ def test_threads_of_a_program_may_copy_at_the_same_time():
     assert all(torch.equal(destination, source) for destination in destinations)
 
 
+def test_where_the_compiler_finds_no_headers_tests_of_the_module_are_skipped(monkeypatch, tmp_path):
+    (tmp_path / "cc").write_text("#!/bin/sh\necho '<stdin>:1:10: fatal error: Python.h: No such file or directory' >&2\nexit 1\n")
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "kvtier.kernels.host_copy", None)
+    with pytest.raises(pytest.skip.Exception, match=r"does not find Python\.h.*fatal error"):
+        host_copy.__wrapped__()
+
+
 FORKED = """if True:
     import os, signal, sys, threading
     sys.path.append(sys.argv[1])
