@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.copy_point import Point, Route, Stage
 from kvtier.bench.measure import Alternative, interleave
 from kvtier.bench.report import (
@@ -129,7 +129,7 @@ def measure_copy(quick: bool = False, *, plan: CopyPlan | Sequence[CopyPlan] | N
 def _measure(plans: Sequence[CopyPlan], quick: bool) -> Report:
     first = plans[0]
     report = Report("kvtier bench copy", {
-        "command": "copy", "quick": quick, "device": "cpu", "compiled": is_compiled(),
+        "command": "copy", "quick": quick, "device": "cpu", "compiled": compiled(),
         "block_bytes": first.group.block_bytes, "num_blocks": first.num_blocks,
         "batch_blocks": first.batch_blocks, "rounds": first.rounds, "page_bytes": first.group.page_bytes, "copy_threads": 1,
         "torch_threads": torch.get_num_threads(), "layout": "block-first",

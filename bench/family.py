@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.bench import INSTALL_DEMO
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.outputs import Outputs
 from kvtier.bench.report import CHECK_FAILED, FINE, Report
 from kvtier.errors import ConfigError, KVTierError
@@ -47,7 +47,7 @@ class Common:
 
     def settings(self) -> dict[str, object]:
         """As reports have them."""
-        return {"quick": self.quick, "device": self.device, "compiled": is_compiled()}
+        return {"quick": self.quick, "device": self.device, "compiled": compiled()}
 
 
 def copies(common: Common) -> Report:

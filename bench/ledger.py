@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.ledger_growth import add_growth, size_of
 from kvtier.bench.ledger_keys import KeyHostTier
 from kvtier.bench.ledger_plan import VLLM, LedgerPlan
@@ -73,11 +73,11 @@ def _open_report(plan: LedgerPlan, quick: bool, with_vllm: bool) -> Report:
         from kvtier.bench import ledger_vllm
         peers = {VLLM: {"version": ledger_vllm.VERSION} | ledger_vllm.SETTINGS}
     report = Report("kvtier bench ledger", {
-        "command": "ledger", "quick": quick, "compiled": is_compiled(), "ledger_module": Path(str(ledger_module.__file__)).name,
+        "command": "ledger", "quick": quick, "compiled": compiled(), "ledger_module": Path(str(ledger_module.__file__)).name,
         "tokens_per_block": TOKENS_PER_BLOCK, "levels": ["primary", "secondary", "nvme"], "max_events": MAX_EVENTS,
         "clock": "CPU time of the thread", "garbage_collection": "off inside a round", "peers": peers} | asdict(plan))
     report.baselines = (VLLM,)
-    if not is_compiled():
+    if not compiled():
         report.note("The ledger's modules are plain Python here; `make bench-ledger` measures them compiled.")
     if not with_vllm:
         report.note("vLLM is not measured beside: " + ("it is not installed." if importlib.util.find_spec("vllm") is None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.bench import INSTALL_DEMO
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.fio import Fio, find_fio
 from kvtier.bench.measure import LEAST_ROUNDS, Interleaved
 from kvtier.bench.nvme_point import OURS, Buffers, CpuTimes, NvmePlan, Point
@@ -91,7 +91,7 @@ def measure_nvme(directory: Path | None = None, quick: bool = False, *, plan: Nv
 def _open_report(plans: Sequence[NvmePlan], quick: bool, directory: Path, refusal: str | None) -> Report:
     plan = plans[0]
     report = Report("kvtier bench nvme", {
-        "command": "nvme", "quick": quick, "compiled": is_compiled(), "block_bytes": plan.block_bytes, "num_blocks": plan.num_blocks,
+        "command": "nvme", "quick": quick, "compiled": compiled(), "block_bytes": plan.block_bytes, "num_blocks": plan.num_blocks,
         "rounds": plan.rounds, "depth": plan.depth, "read_threads": plan.read_threads, "write_batch": MAX_WRITE_BATCH, "sync": False,
         "sizes": [{"block_bytes": each.block_bytes, "num_blocks": each.num_blocks, "rounds": each.rounds} for each in plans],
         "direct_io": refusal is None, "direct_io_refusal": refusal}, directory)

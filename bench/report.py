@@ -191,7 +191,7 @@ class Report:
         """Print the table, write the JSON and return the exit code: 1 when a row's check failed, else 0."""
         limits = limit_lines(self.rows) if self.table is None else []
         self.show(result_table(self.title, self.rows, self.invalid) if self.table is None else self.table)
-        machine = machine_line(self.machine, self._config.get("compiled") is True)
+        machine = machine_line(self.machine, self._config.get("compiled", False))
         for line in [machine, *limits, *self.notes, *losses(self.rows, self.baselines)]:
             self.say(line)
         return self.write(json_file)
@@ -243,9 +243,10 @@ def describe_machine(directory: Path | None = None, root: Path = Path("/")) -> d
     return machine
 
 
-def machine_line(machine: Mapping[str, object], is_compiled: bool) -> str:
-    """The machine in one line for people, and whether the compiled build was measured."""
-    line = f"{machine['cpu']}, {machine['cores']} cores, {machine['kernel']}, GPU: {machine['gpu']}{', compiled' if is_compiled else ''}"
+def machine_line(machine: Mapping[str, object], compiled: object) -> str:
+    """The machine in one line for people, and whether the compiled build was measured, or what of it."""
+    build = f", compiled{'' if compiled is True else f' ({compiled})'}" if compiled else ""
+    line = f"{machine['cpu']}, {machine['cores']} cores, {machine['kernel']}, GPU: {machine['gpu']}{build}"
     if "mount" in machine:
         line += f"; {machine['file_system']} mounted at {machine['mount']}"
     return line

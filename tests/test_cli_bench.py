@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvtier import cli
 from kvtier.bench import family, ledger, serve
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.family import FAMILY, IN_MEMORY, Benchmark, Common
 from kvtier.bench.report import Limit, Report, ResultRow, describe_machine
 from kvtier.cli_bench import bench
@@ -106,13 +106,13 @@ def test_without_a_folder_figures_of_another_drive_than_the_current_folder_s_are
 @pytest.mark.parametrize("name", MEASURING)
 def test_figures_of_another_build_are_refused_by_all_before_anything_is_measured(
         monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    other = {"compiled": not is_compiled()}
+    other = {"compiled": not compiled()}
     for command in FAMILY if name == "all" else [name]:
         config = {"command": name, "sections": {command: other}} if name == "all" else {"command": name, **other}
         (tmp_path / "old.json").write_text(json.dumps({"kvtier": "0", "machine": describe_machine(), "config": config, "results": []}))
         assert leaving(monkeypatch, name, "--compare", str(tmp_path / "old.json")) == 2
         said = " ".join(capsys.readouterr().err.split())
-        assert f"{command} was measured with compiled={not is_compiled()}, this run with compiled={is_compiled()}" in said
+        assert f"{command} was measured with compiled={not compiled()}, this run with compiled={compiled()}" in said
         assert "make bench" in said
 
 

@@ -19,7 +19,7 @@ import pytest
 from kvtier.bench import INSTALL_MODEL
 from kvtier.bench import nvme as nvme_bench
 from kvtier.bench import report as report_module
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.nvme import NvmePlan, measure_nvme
 from kvtier.bench.raw_io import RawFile
 from kvtier.bench.report import Limit, ResultRow
@@ -62,7 +62,7 @@ def test_the_rows_are_named_as_the_design_says_and_each_stands_beside_plain_io(t
         assert row["limit"]["value"] > 0.0
         assert row["ratio"] > 0.0
         assert row["peers"] == {}
-    assert written["config"]["compiled"] is is_compiled()
+    assert written["config"]["compiled"] is compiled()
     how = "O_DIRECT" if written["config"]["direct_io"] else "page-cache"
     assert rows["nvme/write/2MiB"]["limit"]["name"] == f"{how} pread and pwrite, 2 threads"
     assert rows["nvme/read/2MiB/cpu"]["limit"]["name"] == f"{how} pread and pwrite, 2 threads"
