@@ -151,7 +151,7 @@ def _measure(plans: Sequence[CopyPlan], quick: bool) -> Report:
     number = 0
     for plan in plans:
         for layer_first in (False, True):
-            with Stage(plan.group, plan.num_blocks, layer_first) as stage:
+            with Stage(plan.group, plan.num_blocks, layer_first) as stage, report.interruptible():
                 for route in plan.routes():
                     if route.layer_first is layer_first:
                         _measure_row(report, plan, stage, route, number)

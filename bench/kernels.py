@@ -115,7 +115,7 @@ def measure_kernels(quick: bool = False, *, plan: KernelsPlan | None = None) -> 
                 "While other programs are busy small operations wait for their threads, and decode's rows say nothing.")
     if copy_runs is None:
         report.note("Rows are written by library calls here; the compiled build is faster (make compiled, then PYTHONPATH=build/compiled).")
-    with torch.inference_mode():
+    with torch.inference_mode(), report.interruptible():
         for dtype in plan.dtypes:
             for page_tokens in plan.page_tokens:
                 _measure_decode(report, plan, dtype, page_tokens)

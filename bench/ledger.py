@@ -48,11 +48,12 @@ def measure_ledger(quick: bool = False, peer: str | None = None, *, plan: Ledger
     plan = plan if plan is not None else LedgerPlan.usual(quick)
     with_vllm = _wants_vllm(peer)
     report = _open_report(plan, quick, with_vllm)
-    for name, make in _workloads(plan, with_vllm).items():
-        report.say(f"measuring {name}")
-        _measure(report, name, make, plan)
-        gc.collect()  # what this workload kept
-    add_growth(report, plan, with_vllm)
+    with report.interruptible():
+        for name, make in _workloads(plan, with_vllm).items():
+            report.say(f"measuring {name}")
+            _measure(report, name, make, plan)
+            gc.collect()  # what this workload kept
+        add_growth(report, plan, with_vllm)
     return report
 
 

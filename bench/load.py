@@ -100,7 +100,7 @@ def measure_load(directory: Path | None = None, quick: bool = False, *, plan: Lo
     report.baselines = (RECOMPUTE, LOAD)
     ratios: list[float] = []
     best: list[float] = []
-    with working_folder(parent) as folder:
+    with working_folder(parent) as folder, report.interruptible():
         for block_bytes in plan.block_bytes:
             for num_blocks in plan.num_blocks:
                 with ExitStack() as undo:

@@ -78,13 +78,14 @@ def measure_nvme(directory: Path | None = None, quick: bool = False, *, plan: Nv
                        "end other programs" if quick else "end other programs, or use --quick, which needs less")
         refusal = refuses_direct(folder)
         report = _open_report(plans, quick, parent, refusal)
-        with _said_once() if refusal is not None else contextlib.nullcontext():
-            for each in plans:
-                _measure(report, each, folder, refusal is None, program, faults)
-        if warm_start:
-            _add_warm_start(report, folder, quick)
-        if first_token:
-            _add_first_token(report, folder, quick)
+        with report.interruptible():
+            with _said_once() if refusal is not None else contextlib.nullcontext():
+                for each in plans:
+                    _measure(report, each, folder, refusal is None, program, faults)
+            if warm_start:
+                _add_warm_start(report, folder, quick)
+            if first_token:
+                _add_first_token(report, folder, quick)
     return report
 
 
@@ -208,6 +209,7 @@ def _add_warm_start(report: Report, folder: Path, quick: bool) -> None:
 
 def _add_first_token(report: Report, folder: Path, quick: bool) -> None:
     """Time to first token of a prefix on the drive beside recomputing it, where the demo's model is installed."""
+    report.say(f"measuring {FIRST_TOKEN}")
     try:
         # Not at the top: it brings transformers with it, which only the demo extra installs.
         from kvtier.bench.first_token import first_token_row

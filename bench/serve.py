@@ -166,7 +166,7 @@ def measure_serve(maker: EngineMaker, engine: str, plan: ServePlan, directory: P
         "speed": plan.speed, "tokens_per_block": BLOCK, "text": "the Python language reference" if text_file is None else text_file.name,
         "more_engines": plan.more_engines, "hit_tokens": hits}, parent)
     report.baselines = (ALONE, HOST_ONLY, RECOMPUTE)
-    with working_folder(parent) as folder:
+    with working_folder(parent) as folder, report.interruptible():
         for kind in (TRACE,) if plan.trace is not None else plan.kinds:
             for at_once in plan.at_once[-1:] if plan.trace is not None else plan.at_once:
                 point = _Point(f"serve/{engine}/{kind}/{at_once}", kind, at_once)

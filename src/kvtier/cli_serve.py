@@ -68,4 +68,4 @@ def bench_serve(engine: Annotated[ServedBy, typer.Option(help="Whose engine serv
         maker = TransformersMaker(model, device)
     further = engine is ServedBy.TRANSFORMERS and not quick if more_engines is None else more_engines
     plan = ServePlan.usual(quick, trace, block, speed, further).changed(points, at_once, users, rounds, shape)
-    raise typer.Exit(outputs.finish(measure_serve(maker, engine.value, plan, place, quick, text)))
+    raise typer.Exit(outputs.run(lambda: measure_serve(maker, engine.value, plan, place, quick, text)))

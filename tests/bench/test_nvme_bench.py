@@ -22,7 +22,7 @@ from kvtier.bench import report as report_module
 from kvtier.bench.build import compiled
 from kvtier.bench.nvme import NvmePlan, measure_nvme
 from kvtier.bench.raw_io import RawFile
-from kvtier.bench.report import Limit, ResultRow
+from kvtier.bench.report import Interrupted, Limit, ResultRow
 from kvtier.errors import ConfigError, TransferError
 from kvtier.io import store_open
 from kvtier.io.direct_file import aligned_buffer
@@ -190,6 +190,18 @@ def test_a_plain_write_that_the_drive_cuts_short_is_an_error(tmp_path: Path, mon
     monkeypatch.setattr(os, "pwrite", lambda *_: 4096)
     with RawFile(tmp_path / "raw", 1, 8192, direct=False) as raw, pytest.raises(TransferError, match="4096 of 8192"):
         raw.write([0], aligned_buffer(8192).reshape(1, 8192))
+
+
+def test_an_interrupt_leaves_the_rows_that_were_finished_and_nothing_on_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nvme_bench, "_add_warm_start", interrupt)
+    with pytest.raises(Interrupted) as raised:
+        measure_nvme(tmp_path, plan=SMALL)
+    assert len(raised.value.report.rows) == 6
+    assert raised.value.report.incomplete
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- fio ---------------------------------------------------------------------------------------------------------------------
