@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal, TypeGuard
+from typing import Annotated, Any, Final, Literal, Self, TypeGuard
 
 from pydantic import (
     Field,
@@ -188,6 +188,15 @@ class TierConfig(BaseSettings):
         """
         with reading_file(expand_path(path, "config file")):
             return cls(**overrides)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As pydantic's, but ``update`` is checked as keywords are. Raises ConfigError."""
+        copied = super().model_copy(deep=deep)
+        if not update:
+            return copied
+        changed = type(self)(**{key: getattr(copied, key) for key in type(self).model_fields} | dict(update))
+        changed._sources = self._sources | {key: changed._sources[key] for key in update if key in changed._sources}
+        return changed
 
     @property
     def sources(self) -> Mapping[str, str]:
