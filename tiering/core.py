@@ -21,10 +21,9 @@ from kvtier.io.store_directory import occupied_bytes, unusable, why_not_written
 from kvtier.pools.group_pools import open_group_pools
 from kvtier.pools.host_memory import free_disk_bytes, host_memory
 from kvtier.pools.layout import KVLayout
-from kvtier.pools.nvme_geometry import NvmeGeometry
 from kvtier.pools.pool_index import NVME, level_of
 from kvtier.pools.rank_sizes import minimum_over_ranks
-from kvtier.pools.sizing import FreeSpace, PoolSizes, parse_sizes, resolve_sizes, warn_of_unread_levels
+from kvtier.pools.sizing import FreeSpace, PoolSizes, nvme_geometries, parse_sizes, resolve_sizes, warn_of_unread_levels
 from kvtier.tiering import arguments
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.debug_path import DebugPath
@@ -287,8 +286,7 @@ class TierCore(LockedTier[Ledger]):
         assert config.nvme_directory is not None
         directory = prepare_rank_directory(config.nvme_directory, config.rank, config.num_ranks)
         namespace = store_namespace(self.layout, self.model, config.rank, config.num_ranks)
-        geometries = [NvmeGeometry(group.block_bytes, count) for group, count in zip(self.layout.groups, sizes.nvme, strict=True)]
-        store = self._open_nvme(directory, namespace, geometries)
+        store = self._open_nvme(directory, namespace, nvme_geometries(self.layout, sizes))
         self._ledger.adopt_store(store.stored_blocks(), store.quarantined())
         return store
 
