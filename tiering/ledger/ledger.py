@@ -15,21 +15,20 @@ from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.policies.retention import check_priority, priority_of
 from kvtier.pools.pool_index import LEVEL_NAMES, PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger import beams, decoding, drafts, prefill
-from kvtier.tiering.ledger.admission import AdmissionPlan, BatchPlanner, has_private_tail, may_reuse, most_reusable
+from kvtier.tiering.ledger.admission import AdmissionPlan, BatchPlanner, may_reuse, most_reusable
 from kvtier.tiering.ledger.admitting import carry_out
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block
-from kvtier.tiering.ledger.chunks import most_in_prefill
 from kvtier.tiering.ledger.confirming import note_delivery, store
 from kvtier.tiering.ledger.decoding import require_reported
 from kvtier.tiering.ledger.draft_tree import DraftTree
-from kvtier.tiering.ledger.group import WINDOW, GroupSpec
+from kvtier.tiering.ledger.group import GroupSpec
 from kvtier.tiering.ledger.keeping import change_priority
 from kvtier.tiering.ledger.losing import lose
 from kvtier.tiering.ledger.moves import Move
 from kvtier.tiering.ledger.prefix import stored_rows
 from kvtier.tiering.ledger.request import Request
-from kvtier.tiering.ledger.room import lacks_room, least_lack, require_room
+from kvtier.tiering.ledger.room import require_room, require_room_for_batch
 from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.ledger.sequence import ActiveSequence, Lease
 from kvtier.tiering.ledger.state import LedgerState
@@ -110,45 +109,11 @@ class Ledger(LedgerState):
                 plan = planner.plans[-1]
                 inbound = cast(Any, self.inbound)  # an answer may be of any type, whatever the protocol says
                 planner.ask_elsewhere(plan, inbound.num_new_matched_tokens(request, plan.num_matched * self.tokens_per_block))
-        self._require_room_for(planner, batch_ids)
+        require_room_for_batch(planner)
         self.forget_followed()
         sequences = carry_out(self, planner.plans, self._next_order)
         self._next_order += len(sequences)
         return sequences
-
-    def _require_room_for(self, planner: BatchPlanner, batch_ids: set[int]) -> None:
-        if self.is_chunked:
-            self._require_room_for_chunks(planner)
-        is_plenty = True
-        for group, allocator in enumerate(self.allocators):
-            if planner.most_primary(group) > allocator.queues.num_free(PRIMARY):
-                is_plenty = False
-        if is_plenty:
-            return
-        demands = [planner.demand()]
-        if lacks_room(self, demands[-1]):
-            planner.give_up_copies()
-            demands.append(planner.demand())
-        if self.is_chunked and lacks_room(self, demands[-1]):
-            planner.give_up_parts()
-            demands.append(planner.demand())
-        if lacks_room(self, demands[-1]):
-            raise least_lack(self, demands, f"requests {sorted(batch_ids)}")
-
-    def _require_room_for_chunks(self, planner: BatchPlanner) -> None:
-        """Refuse a prompt that would wait for ever: the pool could not hold its window and a chunk even if nobody else were there."""
-        for group, allocator in enumerate(self.allocators):
-            geometry = self.geometries[group]
-            total = allocator.num_blocks[PRIMARY]
-            for plan in planner.plans:
-                request = plan.request
-                tails = request.beam_width - 1 if has_private_tail(self, request, group) else 0
-                if geometry.kind != WINDOW or geometry.num_blocks(request.num_tokens) + tails <= total:
-                    continue
-                needed = [0] * len(self.groups)
-                needed[group] = most_in_prefill(geometry, self.rules.chunk_size, request.num_tokens, tails)
-                if needed[group] > total:
-                    require_room(self, needed, [], f"request {request.id}, computed in chunks of {self.rules.chunk_size} tokens")
 
     # -- growing ---------------------------------------------------------------------------------------------------------
 
