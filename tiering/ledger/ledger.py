@@ -148,18 +148,12 @@ class Ledger(LedgerState):
         sequence = self.sequences.get(request_id)
         if self.is_chunked and sequence is not None:
             prefill.advance(self, sequence)
-            if not self.paused.keys() - {request_id}:
-                prefill.extend(self, sequence)
-
-    def extend_prefill(self, request_id: Any) -> bool:
-        """Try to give a paused sequence the blocks of its next chunk, in all window groups or in none.
-
-        Returns whether it has blocks to go on with.
-        """
-        return prefill.extend(self, self.sequence(request_id))
+            if list(self.paused) == [request_id]:  # otherwise others are served first, at the next step
+                prefill.resume(self, [request_id])
 
     def resume_prefills(self, ids: Sequence[int]) -> None:
-        """Try it for all of these that are paused, longest wait first."""
+        """Try to give these sequences, as far as they are paused, the blocks of their next chunks, longest wait first. Each gets them in
+        all window groups or in none."""
         if self.paused:
             prefill.resume(self, ids)
 
