@@ -95,7 +95,7 @@ class TierCore(LockedTier[Ledger]):
                                              write_bytes_per_second=config.nvme_write_bytes_per_second,
                                              layer_pieces=config.layer_pieces)
             undo.callback(self.transfers.close, 1.0)
-            self._statistics = StatisticsRecorder(self._ledger, self._ledger.allocators)
+            self._statistics = StatisticsRecorder(self._ledger)
             self._totals = self._statistics.totals
             can_split = all(geometry.kind in (FULL, CROSS) for geometry in self._ledger.geometries)
             self._loading = LoadDecider(self._load_meter, config.load_decision == "auto", can_split)

@@ -71,19 +71,17 @@ class StatisticsRecorder:
     """What the manager knows beyond the ledger's counters. ``totals`` and ``times`` are added to as Moves finish.
 
     Args:
-        allocators: one for each group.
         balances: who watches the traffic of which level; by default both lower levels where they have blocks.
     """
 
-    def __init__(self, ledger: Ledger, allocators: Sequence[BlockAllocator], balances: Sequence[TransferBalance] | None = None) -> None:
+    def __init__(self, ledger: Ledger, balances: Sequence[TransferBalance] | None = None) -> None:
         self.totals = TransferTotals()
         self.times = TransferTimes()
         self._ledger = ledger
-        self._allocators = allocators
-        self._peaks = UsagePeaks(allocators)
+        self._peaks = UsagePeaks(ledger.allocators)
         if balances is None:
             balances = [TransferBalance(level) for level in (Level.SECONDARY, Level.NVME)
-                        if any(allocator.num_blocks[level] for allocator in allocators)]
+                        if any(allocator.num_blocks[level] for allocator in ledger.allocators)]
         self._balances = balances
         self._counters = collect_counters(ledger, self.totals)  # when the last iteration ended
         self._iteration: Callable[[], IterationStats]
@@ -107,7 +105,7 @@ class StatisticsRecorder:
     def _begin_next(self) -> TierCounters:
         self._peaks.note()
         before, now = self._counters, collect_counters(self._ledger, self.totals)
-        groups, peaks, total_peak = collect_groups(self._allocators), self._peaks.groups, self._peaks.total
+        groups, peaks, total_peak = collect_groups(self._ledger.allocators), self._peaks.groups, self._peaks.total
         self._iteration = lambda: _iteration(since(now, before), groups, peaks, total_peak)  # few ask: made when somebody does
         self._counters = now
         self._peaks.restart()
@@ -122,10 +120,10 @@ class StatisticsRecorder:
               gds: GdsStats = NO_GDS, *, loading: LoadStats, prefetch: PrefetchStats, store: NvmeStats | None = None,
               copy_paths: Mapping[str, str] = MappingProxyType({})) -> Stats:
         """Everything counted since the start, and what the levels hold now."""
-        groups = collect_groups(self._allocators)
+        groups = collect_groups(self._ledger.allocators)
         primary, secondary, nvme = total_levels(groups)
         return Stats(**vars(collect_counters(self._ledger, self.totals)), primary=primary, secondary=secondary, nvme=nvme, groups=groups,
-                     priorities=collect_priorities(self._allocators), move_seconds=self.times.durations(),
+                     priorities=collect_priorities(self._ledger.allocators), move_seconds=self.times.durations(),
                      move_wait_seconds=self.times.waits(), store=store, leases=len(self._ledger.leases),
                      sequences=len(self._ledger.sequences), dropped_events=dropped_events,
                      prefill_tokens_per_second=prefill_tokens_per_second, advice=self.advice, faults=faults, gds=gds, loading=loading,

@@ -201,7 +201,7 @@ def test_a_front_that_is_reused_by_copying_counts_as_a_copy(make_cache: MakeCach
 
 
 def test_a_difference_is_of_counters_alone() -> None:
-    counted = StatisticsRecorder(ledger := make_ledger(), ledger.allocators).stats(0, None, **NOTHING)
+    counted = StatisticsRecorder(make_ledger()).stats(0, None, **NOTHING)
     assert since(dataclasses.replace(counted, host_dropped=7), dataclasses.replace(counted, host_dropped=5)).host_dropped == 2
     assert type(since(counted, counted)) is TierCounters
 
@@ -299,7 +299,7 @@ def test_a_hit_rate_is_reused_of_all(make_cache: MakeCache) -> None:
 
 def test_advice_is_said_once_and_can_be_read_while_it_holds(caplog: pytest.LogCaptureFixture) -> None:
     ledger = make_ledger()
-    recorder = StatisticsRecorder(ledger, ledger.allocators, [TransferBalance(Level.SECONDARY, window=8, min_blocks=16)])
+    recorder = StatisticsRecorder(ledger, [TransferBalance(Level.SECONDARY, window=8, min_blocks=16)])
     assert recorder.stats(0, None, **NOTHING).advice is None
     for _ in range(20):
         for _ in range(3):
@@ -322,7 +322,7 @@ def test_advice_is_said_once_and_can_be_read_while_it_holds(caplog: pytest.LogCa
 def test_traffic_with_nvme_is_judged_apart_from_that_with_the_host() -> None:
     ledger = make_ledger()
     balances = [TransferBalance(level, window=4, min_blocks=4) for level in (Level.SECONDARY, Level.NVME)]
-    recorder = StatisticsRecorder(ledger, ledger.allocators, balances)
+    recorder = StatisticsRecorder(ledger, balances)
     for _ in range(6):
         recorder.totals.add(Level.PRIMARY, Level.SECONDARY, 100, 0.1)
         recorder.totals.add(Level.SECONDARY, Level.PRIMARY, 100, 0.1)

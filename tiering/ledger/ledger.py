@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 from kvtier.errors import CapacityError, RequestError, UnknownBlock
 from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.policies.retention import check_priority, priority_of
-from kvtier.pools.pool_index import LEVEL_NAMES, PRIMARY, SECONDARY, level_of
+from kvtier.pools.pool_index import LEVEL_NAMES, NUM_LEVELS, PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger import beams, decoding, drafts, prefill
 from kvtier.tiering.ledger.admission import AdmissionPlan, BatchPlanner, may_reuse, most_reusable
 from kvtier.tiering.ledger.admitting import carry_out
@@ -383,14 +383,10 @@ class Ledger(LedgerState):
         if sequence.delivered:
             return
         sequence.delivered = True
-        left = sequence.valid
-        for level in sequence.origin_levels:
-            tokens = min(left, self.tokens_per_block)
-            if tokens <= 0:
-                break
-            self.counters.hit_tokens[level] += tokens
-            self.counters.hit_blocks[level] += 1
-            left -= tokens
+        tokens, blocks = sequence.hits()
+        for level in range(NUM_LEVELS):
+            self.counters.hit_tokens[level] += tokens[level]
+            self.counters.hit_blocks[level] += blocks[level]
 
     # -- start and reset -------------------------------------------------------------------------------------------------
 
