@@ -31,7 +31,7 @@ from kvtier.tiering.direct_path import open_direct_path, require_possible
 from kvtier.tiering.event_queue import EventQueue
 from kvtier.tiering.event_stream import EventStream
 from kvtier.tiering.ledger.events import Event
-from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupSpec
+from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupSpec, checked_group
 from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Discard, Move
@@ -214,9 +214,7 @@ class TierCore(LockedTier[Ledger]):
 
     def _check_group(self, group: int) -> None:
         """Raise RequestError unless the layout has a group of this number."""
-        if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(self.layout.groups):
-            last = len(self.layout.groups) - 1
-            raise RequestError(f"group={group!r}: this layout has " + (f"groups 0..{last}" if last else "one group, numbered 0"))
+        checked_group(group, len(self.layout.groups))
 
     def _close_pools(self) -> None:
         for pools in self.pools:
