@@ -252,7 +252,8 @@ class Prefetching(TierCore):
             self._prefetch_wake.clear()
 
     def _carry_on(self, ledger: Ledger) -> bool:
-        """Begin what may be begun now, the oldest prefetch first. Returns whether that was all for the sake of others only."""
+        """Begin what may be begun now, the oldest prefetch first. Returns whether it stopped only to let others have the lock: then there
+        may be more to begin at once."""
         now = self._clock()
         for kept in self._kept:
             kept.forget_older(now)

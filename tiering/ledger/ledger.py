@@ -59,6 +59,7 @@ class Ledger(LedgerState):
     Args:
         groups: the groups of layers, by their numbers.
         tokens_per_block: tokens of a full block.
+        rules: thresholds and switches.
     """
 
     def __init__(self, groups: Sequence[GroupSpec], tokens_per_block: int, rules: LedgerRules) -> None:
