@@ -154,8 +154,9 @@ class TierCore(LockedTier[Ledger]):
             gds = replace(gds, read_blocks=store.gds_read_blocks, written_blocks=store.gds_written_blocks, detours=store.gds_detours)
         with self.locked():
             faults = self.config.faults.counts() if self.config.faults is not None else {}
-            return self._statistics.stats(self._events.dropped, self._prefill_rate, faults, gds, loading=self._loading.stats(),
-                                          prefetch=self._prefetched, store=store, copy_paths=self.transfers.copy_paths)
+            return self._statistics.stats(dropped_events=self._events.dropped, prefill_tokens_per_second=self._prefill_rate, faults=faults,
+                                          gds=gds, loading=self._loading.stats(), prefetch=self._prefetched, store=store,
+                                          copy_paths=self.transfers.copy_paths)
 
     def iteration_stats(self) -> IterationStats:
         """What was counted between the last two calls of :meth:`refresh`, and the levels at the second one."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Final
 
 from kvtier.io.store_messages import NvmeStats
 from kvtier.tiering.ledger.allocator import BlockAllocator
@@ -39,8 +37,6 @@ from kvtier.tiering.transfer_times import TransferTimes
 from kvtier.types import Level
 
 logger = logging.getLogger(__name__)
-
-NO_GDS: Final = GdsStats("none", "there is no NVMe level")
 
 
 class UsagePeaks:
@@ -116,10 +112,9 @@ class StatisticsRecorder:
         """What to change, as long as transfers are out of balance."""
         return "; ".join([balance.advice for balance in self._balances if balance.advice is not None]) or None
 
-    def stats(self, dropped_events: int, prefill_tokens_per_second: float | None, faults: Mapping[str, int] = MappingProxyType({}),
-              gds: GdsStats = NO_GDS, *, loading: LoadStats, prefetch: PrefetchStats, store: NvmeStats | None = None,
-              copy_paths: Mapping[str, str] = MappingProxyType({})) -> Stats:
-        """Everything counted since the start, and what the levels hold now."""
+    def stats(self, *, dropped_events: int, prefill_tokens_per_second: float | None, faults: Mapping[str, int], gds: GdsStats,
+              loading: LoadStats, prefetch: PrefetchStats, store: NvmeStats | None, copy_paths: Mapping[str, str]) -> Stats:
+        """Everything counted since the start, and what the levels hold now. Arguments: what others count, by the names of ``Stats``."""
         groups = collect_groups(self._ledger.allocators)
         primary, secondary, nvme = total_levels(groups)
         return Stats(**vars(collect_counters(self._ledger, self.totals)), primary=primary, secondary=secondary, nvme=nvme, groups=groups,
