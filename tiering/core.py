@@ -13,8 +13,8 @@ import torch
 
 from kvtier.errors import ConfigError, RequestError, TransferError
 from kvtier.io.block_writer import RUN_BYTES
+from kvtier.io.collector import collector_paused
 from kvtier.io.device import Device, open_device
-from kvtier.io.manifest import collector_paused
 from kvtier.io.nvme_store import NvmeStore
 from kvtier.io.rank_directories import occupied_by_ranks, prepare_rank_directory, rank_directory
 from kvtier.io.store_directory import occupied_bytes, unusable, why_not_written
