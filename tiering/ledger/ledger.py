@@ -7,7 +7,6 @@ time in, and fetches the numbered records with ``moves.take()`` before letting g
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import itemgetter
 from typing import Any, Protocol, cast
 
 from kvtier.errors import CapacityError, RequestError, UnknownBlock
@@ -22,6 +21,7 @@ from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.confirming import note_delivery, store
 from kvtier.tiering.ledger.decoding import require_reported
 from kvtier.tiering.ledger.draft_tree import DraftTree
+from kvtier.tiering.ledger.file_level import adopt_rows
 from kvtier.tiering.ledger.group import GroupSpec
 from kvtier.tiering.ledger.keeping import change_priority
 from kvtier.tiering.ledger.losing import lose
@@ -398,10 +398,7 @@ class Ledger(LedgerState):
             rows: as :class:`WarmRow`. Those with more hits count as used more recently.
             quarantined: (group, slot) of NVMe slots that must not be used.
         """
-        for group, slot in quarantined:
-            self.allocators[group].quarantine_slot(slot)
-        for group, slot, key, priority, expiry, _hits in sorted(rows, key=itemgetter(5)):
-            self.allocators[group].adopt_warm(slot, key, priority, expiry)
+        adopt_rows(self.allocators, rows, quarantined)
 
     def reset(self) -> None:
         """Forget all cached content on all levels.
