@@ -25,7 +25,8 @@ from kvtier.errors import ConfigError
 from kvtier.io import gds_probe
 from kvtier.io.direct_file import aligned_buffer
 from kvtier.io.gds import GdsPath, open_gds
-from kvtier.io.nvme_store import BlockWrite, NvmeStore
+from kvtier.io.nvme_store import NvmeStore
+from kvtier.io.store_messages import BlockWrite
 from kvtier.pools.host_memory import free_disk_bytes
 from kvtier.pools.nvme_geometry import HEADER_BYTES, NvmeGeometry
 from kvtier.tiering.config_sources import expand_path

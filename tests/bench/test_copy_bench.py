@@ -17,7 +17,7 @@ from kvtier.bench.build import compiled
 from kvtier.bench.copy import CopyPlan, measure_copy
 from kvtier.bench.copy_point import Point, Route, Stage
 from kvtier.errors import ConfigError, TransferError
-from kvtier.io.copiers import Copier, HostCopier, host_rows, open_copiers
+from kvtier.io.copiers import Copier, HostCopier, open_copiers
 from kvtier.kernels.compiled_copy import copy_runs
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.host_arena import HostArena
@@ -117,7 +117,7 @@ def test_one_wrong_byte_makes_a_row_invalid_and_the_exit_code_1(
         copiers = open_copiers(pools, staging, device)
         if pools.primary.layer_first:
             return copiers
-        copiers[PRIMARY, PRIMARY] = WrongByte(copiers[PRIMARY, PRIMARY], host_rows(pools.primary))
+        copiers[PRIMARY, PRIMARY] = WrongByte(copiers[PRIMARY, PRIMARY], pools.primary.rows.numpy())
         return copiers
 
     monkeypatch.setattr(routes, "open_copiers", with_wrong_bytes)

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import TransferError
-from kvtier.io.manifest import Manifest, ManifestRow, QuarantineRow, wal_path
-from kvtier.io.wal_check import claimed_frames
+from kvtier.io.manifest import Manifest
+from kvtier.io.manifest_rows import ManifestRow, QuarantineRow
+from kvtier.io.wal_check import claimed_frames, wal_path
 
 NAMESPACE = b"n" * 32
 
