@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kvtier.kernels.compile_check import CompileCase
 from kvtier.kernels.partial_copy import partial_copy_torch
-from kvtier.kernels.triton_rows import counts_of
+from kvtier.kernels.triton_rows import jit
 
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -40,7 +40,7 @@ def _copy_kernel(
 
 
 # Applied as a function: as a decorator it would take the kernel's types away from the type checker.
-copy_kernel = triton.jit(_copy_kernel, do_not_specialize=counts_of(_copy_kernel))
+copy_kernel = jit(_copy_kernel)
 
 
 def partial_copy_triton(destination: torch.Tensor, source: torch.Tensor, pairs: Sequence[tuple[int, int]], tokens: int) -> None:

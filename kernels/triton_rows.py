@@ -6,6 +6,7 @@ The part that every kernel of the write path ends with. ``STORAGE`` is a number 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 import triton
@@ -72,13 +73,18 @@ def _store_rows(
 store_rows = triton.jit(_store_rows)
 
 
-def counts_of(kernel: Callable[..., None]) -> list[str]:
-    """The whole-number arguments of a kernel but for strides, for ``do_not_specialize``.
+def jit(kernel: Callable[..., None], *unspecialised: str) -> Any:
+    """``kernel`` as it is launched.
 
-    Triton compiles anew for a number that is 1 or a multiple of 16. Of strides that makes wide loads; for sizes of a batch and numbers of
-    layers it would only stop serving for a second, or break the capture of a graph, whenever the batch changes.
+    Triton would take ``int`` for 32 bits: it would cut a larger stride, and not see that one is 1, which is what makes loads wide. So it
+    does not get to see these annotations, and judges each number by its value. It compiles anew for a number that is 1 or a multiple of
+    16. Of strides that makes wide loads; for whole numbers that are no strides, sizes of a batch and numbers of layers, and for those
+    named ``unspecialised``, it would only stop serving for a second, or break the capture of a graph, whenever the batch changes.
     """
-    return [name for name, kind in kernel.__annotations__.items() if kind == "int" and not name.endswith("_stride")]
+    numbers = [name for name, kind in kernel.__annotations__.items() if kind == "int"]
+    for name in numbers:
+        del kernel.__annotations__[name]
+    return triton.jit(kernel, do_not_specialize=[*(name for name in numbers if not name.endswith("_stride")), *unspecialised])
 
 
 def page_arguments(pages: torch.Tensor, block_scales: torch.Tensor | None) -> tuple[object, ...]:
