@@ -197,6 +197,5 @@ def _join_kernel(
 
 
 # Applied as functions: as decorators they would take the kernels' types away from the type checker.
-# The two strides are of rows as long as a step's: loads by them are not wide, and a new length must not mean a new kernel.
-attention_kernel = jit(_attention_kernel, "source_stride", "draft_stride")
+attention_kernel = jit(_attention_kernel)
 join_kernel = jit(_join_kernel)

@@ -50,11 +50,12 @@ def partial_copy_triton(destination: torch.Tensor, source: torch.Tensor, pairs: 
         return
     bits = _BITS[destination.element_size()]
     to, start = destination.view(bits), source.view(bits)
-    _, layers, fields, heads, _, dim = to.shape
+    _, layers, fields, heads, tokens_per_block, dim = to.shape
     numbers = torch.tensor(pairs, dtype=torch.int64)
     if destination.is_cuda:   # pinned, so that the host need not wait; torch keeps the memory until it has been read
         numbers = numbers.pin_memory().to(destination.device, non_blocking=True)
-    block_tokens, block_dim = _block_shape(tokens, dim)
+    # Not by the number of tokens: another one would be another kernel.
+    block_tokens, block_dim = _block_shape(tokens_per_block, dim)
     with torch.cuda.device(destination.get_device()):
         copy_kernel[(len(pairs), layers * fields, heads)](
             to, start, numbers, fields, tokens, *to.stride(), *start.stride(), DIM=dim, BLOCK_TOKENS=block_tokens, BLOCK_DIM=block_dim)

@@ -13,7 +13,8 @@ from triton.runtime import jit
 
 def binder_of(kernel: Any) -> Callable[..., tuple[dict[str, Any], list[tuple[str, Any]], dict[str, Any]]]:
     """Takes a launch's arguments; gives them by name, (type, what is known of the value) of each, and the options."""
-    binder: Callable[..., Any] = jit.create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    binder: Callable[..., Any] = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
     return binder
 
 

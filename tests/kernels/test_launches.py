@@ -5,12 +5,28 @@ from __future__ import annotations
 import importlib
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
-from launches import binder_of
+from launches import binder_of, launches
 
-from kvtier.kernels import compile_check
+from kvtier.kernels import DecodePlan, compile_check
+from kvtier.kernels.attention_context import PagedContext
+from kvtier.kernels.block_offsets import ScratchWindow
+from kvtier.kernels.places import TokenPlaces
+from kvtier.kernels.rotary import Rotary
+from kvtier.kernels.storage import StoredPages
+from kvtier.kernels.triton_append import append_triton
+from kvtier.kernels.triton_block_offsets import fill_offsets_triton
+from kvtier.kernels.triton_decode import decode_triton
+from kvtier.kernels.triton_fused_write import fused_write_triton
+from kvtier.kernels.triton_gather import gather_triton
+from kvtier.kernels.triton_partial_copy import partial_copy_triton
+from kvtier.kernels.triton_scatter import scatter_triton
+from kvtier.kernels.triton_value_tail import zero_tail_triton
+
+HEADS, UNIT, DIM, PAGES = 2, 16, 32, 64
 
 
 @pytest.fixture(autouse=True)
@@ -37,3 +53,70 @@ def test_a_stride_is_taken_for_what_it_is(kernel):
     be known, so that numbers were loaded one by one, which no GPU's memory is made for."""
     assert types_of(kernel, 2**31) <= {"i64"}
     assert types_of(kernel, 1) <= {"constexpr"}
+
+
+class Batch:
+    """``rows`` tokens, one of each sequence, in a table of ``width`` blocks. Indices begin at ``first`` in memory of a larger batch, as
+    where an engine takes a part of its buffers."""
+
+    pages = torch.zeros(PAGES, HEADS, UNIT, DIM, dtype=torch.bfloat16)
+    stored = StoredPages.of("test", pages)
+    cache = torch.zeros(8, UNIT, 1, 132, dtype=torch.uint8)
+
+    def __init__(self, rows: int, width: int, first: int) -> None:
+        def index(*shape: int) -> torch.Tensor:
+            size = torch.Size(shape).numel()
+            return torch.zeros(size + first, dtype=torch.int32)[first:].view(shape)
+
+        self.index, self.rows = index, rows
+        self.table, self.lengths = index(rows, 2, width), index(rows)
+        self.places = TokenPlaces(self.table, index(rows), index(rows), index(rows))
+        self.numbers = torch.zeros(rows, HEADS, DIM, dtype=torch.bfloat16)
+
+    def launch_everything(self) -> None:
+        rows, numbers, index = self.rows, self.numbers, self.index
+        append_triton(self.stored, numbers, numbers, self.places, 0)
+        rotary = Rotary(*(torch.zeros(8, DIM // 2) for _ in range(2)))
+        fused_write_triton(numbers.repeat(1, 3, 1).flatten(1), None, rotary, index(rows), torch.zeros_like(numbers), 1.0, self.stored,
+                           self.places, HEADS, 0)
+        zero_tail_triton(self.pages, None, self.table, self.lengths, range(2))
+        gather_triton(self.pages, index(rows), index(rows))
+        keys, scales = (torch.zeros(rows, width, dtype=torch.uint8) for width in (128, 4))
+        scatter_triton(self.cache, keys, scales, index(rows), index(rows))
+        context = PagedContext.of("test", numbers, self.pages, self.table, layer=0)
+        plan = DecodePlan(max_sequences=40, max_tokens=4096, query_heads=HEADS, kv_heads=HEADS, value_dim=DIM,
+                          num_programs=1000)
+        decode_triton(numbers, context, self.lengths, plan)
+
+
+BATCHES = [(1, 1, 0), (2, 3, 1), (7, 16, 2), (16, 32, 0), (33, 5, 3)]
+
+
+def test_another_batch_compiles_no_new_kernel():
+    """In the middle of serving that takes a second, and it may end the capture of a graph."""
+    with launches() as found:
+        for batch in BATCHES:
+            Batch(*batch).launch_everything()
+    assert len(found) == 7
+    assert {kernel.__name__: len(variants) for kernel, variants in found.items() if len(variants) > 1} == {}
+
+
+@pytest.mark.parametrize("has_scratch", [False, True])
+def test_a_block_table_of_another_batch_compiles_no_new_kernel(has_scratch):
+    """It has as many slots as its rows have blocks, behind as many pointers as there are rows: any number, at any place."""
+    tables, staged = torch.zeros(1, 40, 2, 32, dtype=torch.int32), torch.zeros(2000, dtype=torch.int32)
+    with launches() as found:
+        for rows, width, count in BATCHES:
+            size = rows + 1 + rows * width
+            scratch = ScratchWindow(*(staged[count:][:rows] for _ in range(2)), staged[count:][:rows * count].view(rows, count))
+            fill_offsets_triton(tables[:, :rows, :, :width], staged[:rows + 1], staged[rows + 1:size], (4,), (1,), 8,
+                                scratch if has_scratch else None)
+    assert [len(variants) for variants in found.values()] == [1]
+
+
+def test_another_number_of_tokens_to_copy_compiles_no_new_kernel():
+    blocks = torch.zeros(4, 2, 2, HEADS, UNIT, DIM)
+    with launches() as found:
+        for tokens in range(1, UNIT + 1):
+            partial_copy_triton(blocks, blocks, [(0, 1)], tokens)
+    assert [len(variants) for variants in found.values()] == [1]

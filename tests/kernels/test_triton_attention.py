@@ -43,15 +43,6 @@ def test_no_stride_is_multiplied_in_32_bits(name, monkeypatch, tmp_path):
     assert [line for line in uses if "arith.extsi" not in line] == []
 
 
-def test_a_new_batch_compiles_no_new_kernel():
-    """Triton compiles anew for an integer that is 1 or a multiple of 16, in the middle of serving or of a graph's capture."""
-    from kvtier.kernels.triton_attention import attention_kernel, join_kernel
-
-    for kernel, counts in ((attention_kernel, {"num_pages", "max_blocks", "layer_offset", "split_tokens", "source_stride", "draft_stride"}),
-                           (join_kernel, {"split_tokens", "num_splits"})):
-        assert {parameter.name for parameter in kernel.params if parameter.do_not_specialize} == counts
-
-
 def test_a_cuda_pool_is_read_by_the_triton_kernels_and_a_cpu_pool_is_not():
     cuda, cpu = kernel_paths("cuda"), kernel_paths("cpu")
     assert (cuda.decode.__module__, cuda.prefill.__module__) == ("kvtier.kernels.triton_decode", "kvtier.kernels.triton_prefill")
