@@ -48,7 +48,7 @@ def zero_value_tail(pages: torch.Tensor, table: torch.Tensor, lengths: torch.Ten
         RequestError: a wrong shape, dtype, layer or device, or (with ``check_values``) a length outside the table, a last page that is
             null, not of this pool, or another sequence's. Nothing has been zeroed then.
     """
-    check_whole(_KERNEL, num_layers=num_layers)
+    num_layers, = check_whole(_KERNEL, num_layers=num_layers)
     layers = range(num_layers) if layers is None else layers
     if not isinstance(layers, range):
         raise RequestError(f"{_KERNEL}: layers={layers!r}: pass a range, or None for all")

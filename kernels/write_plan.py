@@ -58,7 +58,7 @@ def plan_write(cache_lengths: torch.Tensor, sequence_lengths: torch.Tensor, num_
         RequestError: a wrong shape, dtype or device, both kinds of rotary position, or (with ``check_values``) a negative length, more
             new tokens than the pool holds afterwards, lengths that do not add up to ``num_tokens``.
     """
-    check_whole(_KERNEL, num_tokens=num_tokens)
+    num_tokens, = check_whole(_KERNEL, num_tokens=num_tokens)
     if num_tokens < 0:
         raise RequestError(f"{_KERNEL}: num_tokens={num_tokens}: pass 0 or more")
     check_shape(_KERNEL, "cache_lengths", cache_lengths, (None,), "sequences")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,11 +14,27 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from launches import binder_of, launches
 
-from kvtier.kernels import DecodePlan, compile_check
+from kvtier.kernels import (
+    DecodePlan,
+    RingMap,
+    Visibility,
+    attention,
+    attention_decode,
+    attention_plan,
+    attention_prefill,
+    block_offsets,
+    compile_check,
+    copy_partial_blocks,
+    dispatch,
+    fill_block_offsets,
+    partial_copy,
+    row_moves,
+)
 from kvtier.kernels.attention_context import PagedContext
 from kvtier.kernels.block_offsets import ScratchWindow
 from kvtier.kernels.places import TokenPlaces
 from kvtier.kernels.rotary import Rotary
+from kvtier.kernels.row_moves import RowPlaces, move_rows
 from kvtier.kernels.storage import StoredPages
 from kvtier.kernels.triton_append import append_triton
 from kvtier.kernels.triton_block_offsets import fill_offsets_triton
@@ -120,3 +139,32 @@ def test_another_number_of_tokens_to_copy_compiles_no_new_kernel():
         for tokens in range(1, UNIT + 1):
             partial_copy_triton(blocks, blocks, [(0, 1)], tokens)
     assert [len(variants) for variants in found.values()] == [1]
+
+
+@pytest.mark.parametrize("number", [np.int32, torch.tensor], ids=["numpy", "element of a tensor"])
+def test_whole_numbers_of_any_kind_come_to_a_launch_as_pythons(monkeypatch, number):
+    """Triton refuses others, and takes an element of a tensor for its address; on a CPU both are numbers like any other."""
+    monkeypatch.setattr(dispatch, "kernel_paths", kernel_paths := lambda kind, paths=dispatch._paths_of("cuda"): paths)
+    for module in (attention, block_offsets, partial_copy, row_moves):
+        monkeypatch.setattr(module, "kernel_paths", kernel_paths)
+    monkeypatch.setattr(attention_plan, "_programs_of", lambda device: 16)
+    pages, table = torch.zeros(64, HEADS, UNIT, DIM), torch.zeros(1, 2, 64, dtype=torch.int32)
+    blocks = torch.zeros(4, 2, 2, HEADS, UNIT, DIM)
+    query = torch.zeros(1, HEADS, DIM)
+
+    def launch_everything(number: Callable[[int], Any]) -> None:
+        attention_prefill(query, pages, table[0], number(1000), layer=number(0), check_values=False)
+        plan = DecodePlan(max_sequences=number(1), max_tokens=number(3000), query_heads=number(HEADS), kv_heads=number(HEADS),
+                          value_dim=number(DIM), num_programs=number(7))
+        window = Visibility(number(8), number(2), RingMap(number(8), number(2), number(UNIT)))
+        attention_decode(query, pages, table, torch.tensor([40]), layer=0, plan=plan, visibility=window, check_values=False)
+        copy_partial_blocks(blocks, blocks, [(0, 1)], number(3))
+        fill_block_offsets(torch.zeros(1, 4, 2, 8, dtype=torch.int32), torch.tensor([0, 2]), torch.tensor([1, 2]),
+                           pages_per_block=[number(4)], value_fields=[number(1)], num_blocks=number(8))
+        move_rows(RowPlaces(4096, 8, 8), RowPlaces(8192, 8, 8), torch.tensor([[0, 1]]), number(1), number(8))
+
+    with launches() as expected:
+        launch_everything(int)
+    with launches() as found:
+        launch_everything(number)
+    assert found == expected
