@@ -51,7 +51,8 @@ def plan_write(cache_lengths: torch.Tensor, sequence_lengths: torch.Tensor, num_
             positions). Not with ``rotary_positions``.
         position_deltas: int32 or int64 ``[sequences]``: added to the rotary positions of a sequence (M-RoPE).
         is_owned: bool ``[num_tokens]``: False: another context-parallel rank writes this token.
-        ring: map of a pool that is a ring; None: a token's position is its number.
+        ring: map of a pool that is a ring; None: a token's position is its number. Where sinks leave a bubble it is another:
+            ``replace(plan, positions=visibility.places(plan.positions, tokens_per_block))``, as attention reads.
         check_values: whether lengths are checked. None: yes on a CPU, no on a GPU.
 
     Raises:
