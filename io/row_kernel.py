@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from kvtier.errors import TransferError
+from kvtier.io.capture_mode import beside_captures
 from kvtier.kernels.row_moves import RowPlaces, move_rows
 
 
@@ -42,10 +43,13 @@ class RowKernel:
     def copy(self, destination: RowPlaces, source: RowPlaces, pairs: Sequence[tuple[int, int]], num_layers: int, num_bytes: int,
              stream: int) -> None:
         """See ``RowMover.copy``."""
-        with torch.cuda.stream(self._stream(stream)):
+        def launch(pairs: Sequence[tuple[int, int]]) -> None:
             # Allocated for this stream: both allocators give the memory out again only behind what the stream does with it now.
             listed = torch.tensor(pairs, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
             move_rows(destination, source, listed, num_layers, num_bytes)
+
+        with torch.cuda.stream(self._stream(stream)):
+            beside_captures(launch, pairs)  # allocators ask after events and take memory, and Triton may load a kernel
 
     def _stream(self, handle: int) -> Any:
         found = self._streams.get(handle)

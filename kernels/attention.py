@@ -53,7 +53,7 @@ def attention_prefill(query: torch.Tensor, pages: torch.Tensor, table_row: torch
     """
     kernel = "attention_prefill"
     check_table(kernel, "table_row", table_row, with_sequences=False)
-    check_whole(kernel, past=past)
+    past, = check_whole(kernel, past=past)
     context = PagedContext.of(kernel, query, pages, table_row[None], layer=layer, **how)
     length = past + query.shape[0] if context.visibility.is_causal else past
     if past < 0 or context.visibility.num_places(length, context.tokens_per_block) > context.capacity:

@@ -152,7 +152,7 @@ class PagedContext:
 
 
 def _narrow_values(kernel: str, stored: StoredPages, value_dim: int) -> StoredPages:
-    check_whole(kernel, value_dim=value_dim)
+    value_dim, = check_whole(kernel, value_dim=value_dim)
     unit = 16 if stored.storage is Storage.NVFP4 else 1
     if not 0 < value_dim <= stored.value_dim or value_dim % unit:
         raise RequestError(f"{kernel}: value_dim={value_dim}: the pages hold values of {stored.value_dim} numbers; pass 1 to "

@@ -65,12 +65,12 @@ class PrefillPlan:
         if len(query_indptr) != len(past) + 1:
             raise RequestError(f"{kernel}: query_indptr has {len(query_indptr)} numbers for {len(past)} sequences: pass one more than "
                                "sequences")
-        check_whole(kernel, **{"query_indptr[0]": query_indptr[0]})
+        query_indptr, past = (check_whole(kernel, **{f"{name}[{place}]": number for place, number in enumerate(numbers)})
+                              for name, numbers in (("query_indptr", query_indptr), ("past", past)))
         if query_indptr[0] != 0:
             raise RequestError(f"{kernel}: query_indptr[0]={query_indptr[0]}: the first sequence's queries begin at 0")
         self.chunks: list[Chunk] = []
         for sequence, before in enumerate(past):
-            check_whole(kernel, **{f"past[{sequence}]": before, f"query_indptr[{sequence + 1}]": query_indptr[sequence + 1]})
             begin, end = query_indptr[sequence], query_indptr[sequence + 1]
             if end < begin:
                 raise RequestError(f"{kernel}: query_indptr[{sequence + 1}]={end} (sequence {sequence}) is less than "
@@ -148,13 +148,13 @@ class DecodePlan:
                  device: torch.device | str = "cpu", num_programs: int | None = None) -> None:
         sizes = {"max_sequences": max_sequences, "max_tokens": max_tokens, "query_heads": query_heads, "kv_heads": kv_heads,
                  "value_dim": value_dim}
-        check_whole("DecodePlan", **sizes, num_programs=1 if num_programs is None else num_programs)
+        max_sequences, max_tokens, query_heads, kv_heads, value_dim = check_whole("DecodePlan", **sizes)
         for name, size in sizes.items():
             if size < 1:
                 raise RequestError(f"DecodePlan: {name}={size}: must be at least 1")
         self.max_sequences, self.max_tokens, self.query_heads, self.value_dim = max_sequences, max_tokens, query_heads, value_dim
         self.device = _numbered(torch.device(device))
-        wanted = _programs_of(self.device) if num_programs is None else num_programs
+        wanted, = [_programs_of(self.device)] if num_programs is None else check_whole("DecodePlan", num_programs=num_programs)
         splits = max(1, -(-wanted // (max_sequences * kv_heads)))
         tokens = -(-max_tokens // splits)
         self.split_tokens = min(_LARGEST_SPLIT, max(_SMALLEST_SPLIT, -(-tokens // _SMALLEST_SPLIT) * _SMALLEST_SPLIT))

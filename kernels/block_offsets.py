@@ -85,9 +85,10 @@ def fill_block_offsets(tables: torch.Tensor, indptr: torch.Tensor, slots: torch.
                            f"{max_rows + 1} numbers)")
     if len(value_fields) != len(pages_per_block):
         raise RequestError(f"{_KERNEL}: {len(value_fields)} value_fields for {len(pages_per_block)} pools: pass one for each")
-    check_whole(_KERNEL, num_blocks=num_blocks)
+    num_blocks, = check_whole(_KERNEL, num_blocks=num_blocks)
+    pages_per_block, value_fields = (check_whole(_KERNEL, **{f"{name}[{pool}]": number for pool, number in enumerate(numbers)})
+                                     for name, numbers in (("pages_per_block", pages_per_block), ("value_fields", value_fields)))
     for pool, (pages, field) in enumerate(zip(pages_per_block, value_fields, strict=True)):
-        check_whole(_KERNEL, **{f"pages_per_block[{pool}]": pages, f"value_fields[{pool}]": field})
         if pages < 1 or not 0 <= field < 2 or num_blocks * pages > MAX_PAGES:
             raise RequestError(f"{_KERNEL}: pool {pool}: pages_per_block={pages}, value_field={field} with {num_blocks} blocks: allowed "
                                f"are at least 1, 0 or 1, and {MAX_PAGES} pages")

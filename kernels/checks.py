@@ -59,13 +59,15 @@ def check_dtype(kernel: str, name: str, tensor: torch.Tensor, dtypes: tuple[torc
         raise RequestError(f"{kernel}: {name} has dtype {_name(tensor.dtype)}: pass {allowed}")
 
 
-def check_whole(kernel: str, error: type[KVTierError] = RequestError, /, **numbers: object) -> None:
-    """All ``numbers`` are whole ones, or it is an ``error``."""
+def check_whole(kernel: str, error: type[KVTierError] = RequestError, /, **numbers: object) -> list[int]:
+    """All ``numbers`` are whole ones, or it is an ``error``. As Python's: numpy's would overflow, and Triton refuses them at a launch."""
+    found = []
     for name, number in numbers.items():
         try:
-            index(number)   # type: ignore[arg-type]
+            found.append(index(number))   # type: ignore[arg-type]
         except TypeError as cause:
             raise error(f"{kernel}: {name}={number!r}: pass a whole number") from cause
+    return found
 
 
 def whole_pairs(kernel: str, name: str, pairs: Iterable[Sequence[SupportsIndex]]) -> list[tuple[int, int]]:
@@ -186,8 +188,9 @@ class LayerPages:
     def of(cls, kernel: str, pages: torch.Tensor, *, layer: int, num_layers: int | None, kv_factor: int) -> LayerPages:
         """Check that the pool's pages, the layer and the factors fit together."""
         check_shape(kernel, "pages", pages, (None,) * 4, "pages, heads, tokens_per_block, head_dim")
-        check_whole(kernel, layer=layer, num_layers=1 if num_layers is None else num_layers, kv_factor=kv_factor)
-        layer, num_layers, kv_factor = index(layer), None if num_layers is None else index(num_layers), index(kv_factor)
+        layer, kv_factor = check_whole(kernel, layer=layer, kv_factor=kv_factor)
+        if num_layers is not None:
+            num_layers, = check_whole(kernel, num_layers=num_layers)
         num_pages, heads, tokens_per_block, head_dim = pages.shape
         if not pages.numel() or tokens_per_block & (tokens_per_block - 1):
             raise RequestError(f"{kernel}: pages has shape {tuple(pages.shape)}: no axis may be empty, "

@@ -53,7 +53,7 @@ def mask_of_places(places: torch.Tensor, past: int) -> torch.Tensor:
     """
     check_shape("mask_of_places", "places", places, (None, None), "drafts, longest path")
     check_dtype("mask_of_places", "places", places, INDEX_TYPES)
-    check_whole("mask_of_places", past=past)
+    past, = check_whole("mask_of_places", past=past)
     drafts = places.shape[0]
     wrong = (places != -1) & ((places < past) | (places >= past + drafts))
     if bool(wrong.any()):

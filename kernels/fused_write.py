@@ -78,7 +78,7 @@ def fused_write(qkv: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, pla
     stored.check_written(_KERNEL)
     if kv_factor == 1 and value_pages is None:
         raise RequestError(f"{_KERNEL}: kv_factor=1 without value_pages: latent rows have no heads of queries; use append_mla")
-    check_whole(_KERNEL, query_heads=query_heads)
+    query_heads, = check_whole(_KERNEL, query_heads=query_heads)
     if query_heads < 0:
         raise RequestError(f"{_KERNEL}: query_heads={query_heads}: pass 0 or more")
     check_plain(_KERNEL, "qkv", qkv)

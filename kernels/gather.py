@@ -40,7 +40,7 @@ def gather_tokens(pages: torch.Tensor, table_row: torch.Tensor, num_tokens: int,
     """
     kernel = "gather_tokens"
     check_table(kernel, "table_row", table_row, with_sequences=False)
-    check_whole(kernel, num_tokens=num_tokens)
+    num_tokens, = check_whole(kernel, num_tokens=num_tokens)
     check_plain(kernel, "pages", pages)
     check_same_device(kernel, pages, table_row=table_row)
     context = PagedContext.of(kernel, None, pages, table_row[None], layer=layer, **how)

@@ -54,7 +54,7 @@ class OffsetTable:
     def __init__(self, *, max_rows: int, max_blocks: int, num_layers: int, kv_factor: int, num_blocks: int,
                  device: str | torch.device = "cpu") -> None:
         sizes = {"max_rows": max_rows, "max_blocks": max_blocks, "num_layers": num_layers, "num_blocks": num_blocks}
-        check_whole("OffsetTable", ConfigError, **sizes, kv_factor=kv_factor)
+        max_rows, max_blocks, num_layers, num_blocks, kv_factor = check_whole("OffsetTable", ConfigError, **sizes, kv_factor=kv_factor)
         for name, value in sizes.items():
             if value < 1:
                 raise ConfigError(f"OffsetTable: {name}={value}: must be at least 1")

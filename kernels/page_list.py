@@ -41,7 +41,8 @@ def table_of_page_list(indptr: torch.Tensor, indices: torch.Tensor, last_page_le
     for name, tensor in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
         check_dtype(_KERNEL, name, tensor, INDEX_TYPES)
     check_same_device(_KERNEL, indptr, indices=indices, last_page_len=last_page_len)
-    check_whole(_KERNEL, tokens_per_block=tokens_per_block, num_blocks=num_blocks, num_layers=num_layers, kv_factor=kv_factor)
+    tokens_per_block, num_blocks, num_layers, kv_factor = check_whole(
+        _KERNEL, tokens_per_block=tokens_per_block, num_blocks=num_blocks, num_layers=num_layers, kv_factor=kv_factor)
     if not 0 < tokens_per_block <= MAX_PAGES or tokens_per_block & (tokens_per_block - 1):
         raise RequestError(f"{_KERNEL}: tokens_per_block={tokens_per_block}: must be a power of two, up to 2**30")
     if num_layers < 1 or kv_factor not in (1, 2) or num_blocks * num_layers * kv_factor > MAX_PAGES:

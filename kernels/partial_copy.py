@@ -48,7 +48,7 @@ def copy_partial_blocks(destination: torch.Tensor, source: torch.Tensor, pairs: 
     if destination.dtype != source.dtype:
         raise RequestError(f"{_KERNEL}: source is {source.dtype} and destination {destination.dtype}: a copy does not "
                            "convert; pass equal dtypes")
-    check_whole(_KERNEL, num_tokens=num_tokens)
+    num_tokens, = check_whole(_KERNEL, num_tokens=num_tokens)
     pairs = whole_pairs(_KERNEL, "pairs", pairs)
     read, written = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     for name, tensor, slots in (("source", source, read), ("destination", destination, written)):

@@ -38,7 +38,9 @@ class RingMap:
     spare_block: bool = False
 
     def __post_init__(self) -> None:
-        check_whole("RingMap", ConfigError, window=self.window, sinks=self.sinks, tokens_per_block=self.tokens_per_block)
+        sizes = {"window": self.window, "sinks": self.sinks, "tokens_per_block": self.tokens_per_block}
+        for name, size in zip(sizes, check_whole("RingMap", ConfigError, **sizes), strict=True):
+            object.__setattr__(self, name, size)
         if self.tokens_per_block < 1 or self.tokens_per_block & (self.tokens_per_block - 1):
             raise ConfigError(f"RingMap: tokens_per_block={self.tokens_per_block}: must be a power of two")
         if not 0 <= self.sinks < self.window:

@@ -48,7 +48,7 @@ def move_rows(destination: RowPlaces, source: RowPlaces, pairs: torch.Tensor, nu
     """
     check_shape(_KERNEL, "pairs", pairs, (None, 2), "n, 2")
     check_dtype(_KERNEL, "pairs", pairs, (torch.int64,))
-    check_whole(_KERNEL, num_layers=num_layers, num_bytes=num_bytes)
+    num_layers, num_bytes = check_whole(_KERNEL, num_layers=num_layers, num_bytes=num_bytes)
     if num_layers < 1 or num_bytes < 1:
         raise RequestError(f"{_KERNEL}: num_layers={num_layers}, num_bytes={num_bytes}: both must be at least 1")
     if pairs.shape[0]:

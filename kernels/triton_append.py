@@ -19,7 +19,7 @@ from kvtier.kernels.triton_numbers import has_e4m3_instructions
 from kvtier.kernels.triton_rows import (
     aligned_arguments,
     block_shape,
-    counts_of,
+    jit,
     page_arguments,
     storage_cases,
     store_rows,
@@ -91,7 +91,7 @@ def _append_kernel(
                    value_scales_token_stride, value_scales_dim_stride, STORAGE, NATIVE, HEADS, VALUE_DIM, BLOCK_HEADS, BLOCK_VALUE)
 
 
-append_kernel = triton.jit(_append_kernel, do_not_specialize=counts_of(_append_kernel))
+append_kernel = jit(_append_kernel)
 
 
 def append_triton(stored: StoredPages, key: torch.Tensor, value: torch.Tensor | None, places: TokenPlaces, layer_offset: int) -> None:

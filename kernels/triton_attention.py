@@ -8,11 +8,10 @@ it has one part of them, and the parts are joined by their log-sum-exp (Flash-De
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from kvtier.kernels.triton_pages import capped, num_left_out, pages_of, place_of, read_rows
-from kvtier.kernels.triton_rows import counts_of
+from kvtier.kernels.triton_rows import jit
 
 
 def _attention_kernel(
@@ -198,6 +197,5 @@ def _join_kernel(
 
 
 # Applied as functions: as decorators they would take the kernels' types away from the type checker.
-# The two strides are of rows as long as a step's: loads by them are not wide, and a new length must not mean a new kernel.
-attention_kernel = triton.jit(_attention_kernel, do_not_specialize=[*counts_of(_attention_kernel), "source_stride", "draft_stride"])
-join_kernel = triton.jit(_join_kernel, do_not_specialize=counts_of(_join_kernel))
+attention_kernel = jit(_attention_kernel)
+join_kernel = jit(_join_kernel)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kvtier.kernels.block_offsets import ScratchWindow
 from kvtier.kernels.compile_check import CompileCase
-from kvtier.kernels.triton_rows import counts_of
+from kvtier.kernels.triton_rows import jit
 
 _BLOCK: Final = 128   # block positions of one program
 
@@ -44,7 +44,7 @@ def _fill_kernel(
 
 
 # Applied as a function: as a decorator it would take the kernel's types away from the type checker.
-fill_kernel = triton.jit(_fill_kernel, do_not_specialize=counts_of(_fill_kernel))
+fill_kernel = jit(_fill_kernel)
 
 
 def fill_offsets_triton(tables: torch.Tensor, indptr: torch.Tensor, slots: torch.Tensor, pages_per_block: tuple[int, ...],

@@ -17,7 +17,7 @@ from kvtier.kernels.triton_numbers import float_to_e4m3, has_e4m3_instructions
 from kvtier.kernels.triton_rows import (
     aligned_arguments,
     block_shape,
-    counts_of,
+    jit,
     page_arguments,
     storage_cases,
     store_rows,
@@ -125,7 +125,7 @@ def _fused_write_kernel(
 
 
 # Applied as functions: as decorators they would take the kernels' types away from the type checker.
-fused_write_kernel = triton.jit(_fused_write_kernel, do_not_specialize=counts_of(_fused_write_kernel))
+fused_write_kernel = jit(_fused_write_kernel)
 
 
 def fused_write_triton(qkv: torch.Tensor, bias: torch.Tensor | None, rotary: Rotary | None, rotary_positions: torch.Tensor,

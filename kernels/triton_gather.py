@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kvtier.kernels.compile_check import CompileCase
-from kvtier.kernels.triton_rows import aligned_arguments, block_shape, counts_of, unit_strides
+from kvtier.kernels.triton_rows import aligned_arguments, block_shape, jit, unit_strides
 
 
 def _gather_kernel(
@@ -31,7 +31,7 @@ def _gather_kernel(
 
 
 # Applied as a function: as a decorator it would take the kernel's types away from the type checker.
-gather_kernel = triton.jit(_gather_kernel, do_not_specialize=counts_of(_gather_kernel))
+gather_kernel = jit(_gather_kernel)
 
 
 def gather_triton(pages: torch.Tensor, page_of_token: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:

@@ -84,7 +84,7 @@ def launch(query: torch.Tensor, context: PagedContext, shape: TileShape, constan
         split_tokens: tokens of a part.
         parts: buffers float32 ``[queries or more, parts, query_heads, value_dim]`` and, without the last axis, for log-sums.
     """
-    stored, table, unused = context.stored, context.table, sequences
+    stored, table, unused = context.stored, context.table, out
     query = query.to(compute_dtype(query, context)).contiguous()
     key_pages, value_pages = (pages.view(torch.uint8) if stored.storage is Storage.FP8 else pages for pages in (stored.keys, stored.values))
     key_scales, value_scales = (unused if scales is None else scales for scales in (stored.key_block_scales, stored.value_block_scales))

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kvtier.kernels.compile_check import CompileCase
 from kvtier.kernels.triton_numbers import e2m1_to_float, e4m3_to_float, has_e4m3_instructions
-from kvtier.kernels.triton_rows import counts_of, encode_nvfp4
+from kvtier.kernels.triton_rows import encode_nvfp4, jit
 
 _GROUPS: Final = 64  # of one program
 
@@ -40,8 +40,8 @@ def _dequantise_kernel(codes: torch.Tensor, scales: torch.Tensor, numbers: tl.te
 
 
 # Applied as functions: as decorators they would take the kernels' types away from the type checker.
-quantise_kernel = triton.jit(_quantise_kernel, do_not_specialize=counts_of(_quantise_kernel))
-dequantise_kernel = triton.jit(_dequantise_kernel, do_not_specialize=counts_of(_dequantise_kernel))
+quantise_kernel = jit(_quantise_kernel)
+dequantise_kernel = jit(_dequantise_kernel)
 
 
 def quantise_nvfp4_triton(numbers: torch.Tensor, global_scale: float) -> tuple[torch.Tensor, torch.Tensor]:

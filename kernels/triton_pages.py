@@ -74,7 +74,8 @@ def _capped(scores: tl.tensor, soft_cap: tl.tensor) -> tl.tensor:
     x = scores / soft_cap
     square = x * x
     near = x * (1 + square * (-0.33333333333 + square * (0.13333333333 + square * (-0.05396825397 + square * 0.02186948854))))
-    far = 1 - 2 / (tl.exp2(tl.minimum(tl.abs(x), 20.0) * 2.885390081777927) + 1)
+    # NaN stays NaN. On a GPU the smaller of it and 20 would be 20, and the score that of the best key.
+    far = 1 - 2 / (tl.exp2(tl.minimum(tl.abs(x), 20.0, propagate_nan=tl.PropagateNan.ALL) * 2.885390081777927) + 1)
     return soft_cap * tl.where(tl.abs(x) < 0.3, near, tl.where(x < 0, -far, far))
 
 

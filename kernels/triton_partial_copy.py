@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kvtier.kernels.compile_check import CompileCase
 from kvtier.kernels.partial_copy import partial_copy_torch
-from kvtier.kernels.triton_rows import counts_of
+from kvtier.kernels.triton_rows import jit
 
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -40,7 +40,7 @@ def _copy_kernel(
 
 
 # Applied as a function: as a decorator it would take the kernel's types away from the type checker.
-copy_kernel = triton.jit(_copy_kernel, do_not_specialize=counts_of(_copy_kernel))
+copy_kernel = jit(_copy_kernel)
 
 
 def partial_copy_triton(destination: torch.Tensor, source: torch.Tensor, pairs: Sequence[tuple[int, int]], tokens: int) -> None:
@@ -50,11 +50,12 @@ def partial_copy_triton(destination: torch.Tensor, source: torch.Tensor, pairs: 
         return
     bits = _BITS[destination.element_size()]
     to, start = destination.view(bits), source.view(bits)
-    _, layers, fields, heads, _, dim = to.shape
+    _, layers, fields, heads, tokens_per_block, dim = to.shape
     numbers = torch.tensor(pairs, dtype=torch.int64)
     if destination.is_cuda:   # pinned, so that the host need not wait; torch keeps the memory until it has been read
         numbers = numbers.pin_memory().to(destination.device, non_blocking=True)
-    block_tokens, block_dim = _block_shape(tokens, dim)
+    # Not by the number of tokens: another one would be another kernel.
+    block_tokens, block_dim = _block_shape(tokens_per_block, dim)
     with torch.cuda.device(destination.get_device()):
         copy_kernel[(len(pairs), layers * fields, heads)](
             to, start, numbers, fields, tokens, *to.stride(), *start.stride(), DIM=dim, BLOCK_TOKENS=block_tokens, BLOCK_DIM=block_dim)

@@ -45,7 +45,7 @@ def tile_shape(dim: int, element_bytes: int) -> TileShape:
     if dim > 256:
         return TileShape(16, 32, warps=8)
     if element_bytes > 2:
-        return TileShape(32, 32, warps=4)
+        return TileShape(32, 32, warps=4 if dim <= 64 else 8) if dim <= 128 else TileShape(16, 16, warps=8)
     return TileShape(64, 64 if dim <= 128 else 32, warps=8)
 
 
@@ -57,7 +57,8 @@ def compile_cases() -> Iterator[CompileCase]:
     window = {"REACH": 1024, "HAS_CAP": True}
     yield compile_case_of("prefill/fp16/3x192+128/window", tile_shape(192, 2), "fp16", "fp16", 192, 128, 3, whole | window)
     yield compile_case_of("prefill/bf16/128x512+64", tile_shape(576, 2), "bf16", "bf16", 576, 512, 128, whole | {"SHARED_ROW": True})
-    yield compile_case_of("prefill/fp32/3x64", tile_shape(64, 4), "fp32", "fp32", 64, 64, 3, whole)
+    for dim in (64, 128, 256):
+        yield compile_case_of(f"prefill/fp32/3x{dim}", tile_shape(dim, 4), "fp32", "fp32", dim, dim, 3, whole)
     for native, architectures in ((True, (90, 100)), (False, (80,))):
         nvfp4 = whole | {"STORAGE": int(Storage.NVFP4), "NATIVE": native}
         yield compile_case_of("prefill/nvfp4/8x128", tile_shape(128, 2), "bf16", "u8", 128, 128, 8, nvfp4, architectures)

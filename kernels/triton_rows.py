@@ -6,6 +6,7 @@ The part that every kernel of the write path ends with. ``STORAGE`` is a number 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
 
 import torch
 import triton
@@ -72,13 +73,30 @@ def _store_rows(
 store_rows = triton.jit(_store_rows)
 
 
-def counts_of(kernel: Callable[..., None]) -> list[str]:
-    """The whole-number arguments of a kernel but for strides, for ``do_not_specialize``.
+_OF_A_BATCH: Final = (
+    "table", "table_sequence_stride", "table_field_stride", "sequence_of_token", "positions", "first_writable", "rotary_positions",
+    "lengths", "sequences", "tiles", "source_rows", "source_stride", "draft_mask", "draft_stride", "draft_depths", "page_of_token",
+    "inside", "key_slots", "scale_slots", "indptr", "slots", "scratch_begin", "scratch_end", "scratch_slots", "scratch_row_stride")
+"""Arguments that say where things lie, by the names that they have in all kernels. Each batch may have them at another place, and as wide
+as it needs them."""
 
-    Triton compiles anew for a number that is 1 or a multiple of 16. Of strides that makes wide loads; for sizes of a batch and numbers of
-    layers it would only stop serving for a second, or break the capture of a graph, whenever the batch changes.
+
+def jit(kernel: Callable[..., None]) -> Any:
+    """``kernel`` as it is launched.
+
+    Triton would take ``int`` for 32 bits: it would cut a larger stride, and not see that one is 1, which is what makes loads wide. So it
+    does not get to see these annotations, and judges each number by its value.
+
+    It compiles anew for a number that is 1 or a multiple of 16, and for memory that begins at a multiple of 16 bytes. Of what is moved
+    that makes wide loads and stores. Of whole numbers that are no strides (sizes of a batch, numbers of layers) and of what says where
+    things lie it would only stop serving for a second, or break the capture of a graph, whenever the batch changes.
     """
-    return [name for name, kind in kernel.__annotations__.items() if kind == "int" and not name.endswith("_stride")]
+    numbers = [name for name, kind in kernel.__annotations__.items() if kind == "int"]
+    names = [name for name in kernel.__annotations__ if name in _OF_A_BATCH]
+    for name in numbers:
+        del kernel.__annotations__[name]
+    return triton.jit(kernel, do_not_specialize=[name for name in numbers if name in names or not name.endswith("_stride")],
+                      do_not_specialize_on_alignment=[name for name in names if name not in numbers])
 
 
 def page_arguments(pages: torch.Tensor, block_scales: torch.Tensor | None) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kvtier.kernels.compile_check import CompileCase
-from kvtier.kernels.triton_rows import counts_of
+from kvtier.kernels.triton_rows import jit
 
 
 def _scatter_kernel(
@@ -39,7 +39,7 @@ def _scatter_kernel(
 
 
 # Applied as a function: as a decorator it would take the kernel's types away from the type checker.
-scatter_kernel = triton.jit(_scatter_kernel, do_not_specialize=counts_of(_scatter_kernel))
+scatter_kernel = jit(_scatter_kernel)
 
 
 def scatter_triton(cache: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor, key_slots: torch.Tensor,

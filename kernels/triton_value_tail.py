@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kvtier.kernels.compile_check import CompileCase
-from kvtier.kernels.triton_rows import counts_of
+from kvtier.kernels.triton_rows import jit
 
 
 def _zero_tail_kernel(
@@ -38,7 +38,7 @@ def _zero_tail_kernel(
 
 
 # Applied as a function: as a decorator it would take the kernel's types away from the type checker.
-zero_tail_kernel = triton.jit(_zero_tail_kernel, do_not_specialize=counts_of(_zero_tail_kernel))
+zero_tail_kernel = jit(_zero_tail_kernel)
 
 
 def zero_tail_triton(values: torch.Tensor, block_scales: torch.Tensor | None, table: torch.Tensor, lengths: torch.Tensor,

@@ -37,7 +37,8 @@ def zero_value_tail(pages: torch.Tensor, table: torch.Tensor, lengths: torch.Ten
             where their rows are.
         table: int32 ``[sequences, 2, max_blocks]``. A page has one owner: two sequences may end in one page only at the same token
             (beams that share it).
-        lengths: int32 or int64 ``[sequences]``: tokens in the pool.
+        lengths: int32 or int64 ``[sequences]``: tokens in the pool, with the bubble behind sinks where there is one
+            (:meth:`~kvtier.kernels.visibility.Visibility.num_places`). Not of a ring, where older tokens lie behind the newest.
         num_layers: layers in a block.
         layers: of them, those that were written; None for all.
         kv_factor: 2, or 1 where one row serves as key and value or values have a tensor of their own.
@@ -48,7 +49,7 @@ def zero_value_tail(pages: torch.Tensor, table: torch.Tensor, lengths: torch.Ten
         RequestError: a wrong shape, dtype, layer or device, or (with ``check_values``) a length outside the table, a last page that is
             null, not of this pool, or another sequence's. Nothing has been zeroed then.
     """
-    check_whole(_KERNEL, num_layers=num_layers)
+    num_layers, = check_whole(_KERNEL, num_layers=num_layers)
     layers = range(num_layers) if layers is None else layers
     if not isinstance(layers, range):
         raise RequestError(f"{_KERNEL}: layers={layers!r}: pass a range, or None for all")

@@ -41,7 +41,9 @@ class Visibility:
     is_causal: bool = True
 
     def __post_init__(self) -> None:
-        check_whole("Visibility", window=1 if self.window is None else self.window, sinks=self.sinks)
+        window, sinks = check_whole("Visibility", window=1 if self.window is None else self.window, sinks=self.sinks)
+        object.__setattr__(self, "window", None if self.window is None else window)
+        object.__setattr__(self, "sinks", sinks)
         if self.window is not None and self.window < 1:
             raise RequestError(f"Visibility: window={self.window}: a query sees itself at least; pass 1 or more, or None for all tokens")
         if self.sinks and (self.window is None or not 0 <= self.sinks < self.window):

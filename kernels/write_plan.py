@@ -51,14 +51,15 @@ def plan_write(cache_lengths: torch.Tensor, sequence_lengths: torch.Tensor, num_
             positions). Not with ``rotary_positions``.
         position_deltas: int32 or int64 ``[sequences]``: added to the rotary positions of a sequence (M-RoPE).
         is_owned: bool ``[num_tokens]``: False: another context-parallel rank writes this token.
-        ring: map of a pool that is a ring; None: a token's position is its number.
+        ring: map of a pool that is a ring; None: a token's position is its number. Where sinks leave a bubble it is another:
+            ``replace(plan, positions=visibility.places(plan.positions, tokens_per_block))``, as attention reads.
         check_values: whether lengths are checked. None: yes on a CPU, no on a GPU.
 
     Raises:
         RequestError: a wrong shape, dtype or device, both kinds of rotary position, or (with ``check_values``) a negative length, more
             new tokens than the pool holds afterwards, lengths that do not add up to ``num_tokens``.
     """
-    check_whole(_KERNEL, num_tokens=num_tokens)
+    num_tokens, = check_whole(_KERNEL, num_tokens=num_tokens)
     if num_tokens < 0:
         raise RequestError(f"{_KERNEL}: num_tokens={num_tokens}: pass 0 or more")
     check_shape(_KERNEL, "cache_lengths", cache_lengths, (None,), "sequences")

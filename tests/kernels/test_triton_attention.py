@@ -23,33 +23,39 @@ def test_interpreted_they_are_attention():
     assert done.stdout.count(": agrees") == 21
 
 
-@pytest.mark.parametrize("name", ["decode/fp16/71x64/window", "prefill/bf16/71x64/drafts"])
-def test_no_stride_is_multiplied_in_32_bits(name, monkeypatch, tmp_path):
-    """Triton passes a stride below 2**31 as 32 bits; page * stride would then overflow in a pool of a few GiB."""
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """Triton's own form of a case, by name, with numbers of 64 bits as these."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from kvtier.kernels import triton_decode, triton_prefill
 
+    def compile_case(name, whole="i64"):
+        case = next(case for case in (*triton_decode.compile_cases(), *triton_prefill.compile_cases()) if case.name == name)
+        signature = {name: whole if kind == "i64" else kind for name, kind in case.signature.items()}
+        source = ASTSource(fn=case.kernel, signature=signature, constexprs=dict(case.constants))
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(case.options)).asm["ttir"]
+
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    case = next(case for case in (*triton_decode.compile_cases(), *triton_prefill.compile_cases()) if case.name == name)
-    signature = {name: "i32" if kind == "i64" else kind for name, kind in case.signature.items()}
-    source = ASTSource(fn=case.kernel, signature=signature, constexprs=dict(case.constants))
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(case.options))
-    body = compiled.asm["ttir"].partition("{")[2].splitlines()
+    return compile_case
+
+
+@pytest.mark.parametrize("name", ["decode/fp16/71x64/window", "prefill/bf16/71x64/drafts"])
+def test_no_stride_is_multiplied_in_32_bits(compiled, name):
+    """Triton passes a stride below 2**31 as 32 bits; page * stride would then overflow in a pool of a few GiB."""
+    body = compiled(name, "i32").partition("{")[2].splitlines()
     uses = [line for line in body if re.search(r"= .*%\w+_stride\b", line)]
     assert len(uses) > 8
     assert [line for line in uses if "arith.extsi" not in line] == []
 
 
-def test_a_new_batch_compiles_no_new_kernel():
-    """Triton compiles anew for an integer that is 1 or a multiple of 16, in the middle of serving or of a graph's capture."""
-    from kvtier.kernels.triton_attention import attention_kernel, join_kernel
-
-    for kernel, counts in ((attention_kernel, {"num_pages", "max_blocks", "layer_offset", "split_tokens", "source_stride", "draft_stride"}),
-                           (join_kernel, {"split_tokens", "num_splits"})):
-        assert {parameter.name for parameter in kernel.params if parameter.do_not_specialize} == counts
+def test_a_score_that_is_not_a_number_is_none_under_a_cap(compiled):
+    """A GPU takes the smaller of two numbers for the one that is a number; the interpreter does not."""
+    found = compiled("decode/fp16/71x64/window")
+    assert "arith.minimumf" in found
+    assert "arith.minnumf" not in found
 
 
 def test_a_cuda_pool_is_read_by_the_triton_kernels_and_a_cpu_pool_is_not():
