@@ -22,20 +22,28 @@ def cut_short(call: Callable[[], Any], place: int, kind: type[BaseException] = K
     """Make the call. An exception of this kind comes at the place of this number, of those that its thread passes in the modules of
     ``room``; False when the call was over before."""
     count = 0
+    inner: CodeType | None = None  # Python that the function at hand has called last
 
     def enter(frame: FrameType, _event: str, _argument: object) -> Any:
+        nonlocal inner
+        inner = None
         if not frame.f_code.co_filename.startswith(str(room)):
             return None
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         return look
 
     def look(frame: FrameType, event: str, _argument: object) -> Any:
-        nonlocal count
-        if event == "opcode" and frame.f_lasti in _places(frame.f_code):
-            count += 1
-            if count == place + 1:
-                sys.settrace(None)
-                raise kind
+        nonlocal count, inner
+        if event == "return":
+            inner = frame.f_code
+        elif event == "opcode":
+            is_behind_python = inner is not None and inner.co_name != "__init__"  # no handler runs there: the interpreter just goes on
+            inner = None
+            if frame.f_lasti in _places(frame.f_code) and not is_behind_python:
+                count += 1
+                if count == place + 1:
+                    sys.settrace(None)
+                    raise kind
         return look
 
     before = sys.gettrace()
