@@ -1,5 +1,6 @@
 """Cuts a call short at a chosen place, as a signal handler does: Python runs one where a function begins, behind a call of what is not
-Python, and where a loop goes back; nowhere between a store and the next call."""
+Python, and where a loop goes back; nowhere between a store and the next call, and not behind a call of what is Python. (Behind that of a
+class of ours it might, when the object is made and nobody has it yet; nothing could be done about it there, and it is left out.)"""
 
 from __future__ import annotations
 
@@ -22,28 +23,30 @@ def cut_short(call: Callable[[], Any], place: int, kind: type[BaseException] = K
     """Make the call. An exception of this kind comes at the place of this number, of those that its thread passes in the modules of
     ``room``; False when the call was over before."""
     count = 0
-    inner: CodeType | None = None  # Python that the function at hand has called last
+    is_behind_python = False  # the function at hand has just called a Python one
+
+    def is_ours(frame: FrameType) -> bool:
+        return frame.f_code.co_filename.startswith(str(room))
 
     def enter(frame: FrameType, _event: str, _argument: object) -> Any:
-        nonlocal inner
-        inner = None
-        if not frame.f_code.co_filename.startswith(str(room)):
+        nonlocal is_behind_python
+        is_behind_python = not is_ours(frame)
+        if is_behind_python:
             return None
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         return look
 
     def look(frame: FrameType, event: str, _argument: object) -> Any:
-        nonlocal count, inner
+        nonlocal count, is_behind_python
         if event == "return":
-            inner = frame.f_code
+            is_behind_python = True
         elif event == "opcode":
-            is_behind_python = inner is not None and inner.co_name != "__init__"  # no handler runs there: the interpreter just goes on
-            inner = None
-            if frame.f_lasti in _places(frame.f_code) and not is_behind_python:
-                count += 1
-                if count == place + 1:
-                    sys.settrace(None)
-                    raise kind
+            is_here = frame.f_lasti in _places(frame.f_code) and not is_behind_python
+            is_behind_python = False
+            count += is_here
+            if is_here and count == place + 1:
+                sys.settrace(None)
+                raise kind
         return look
 
     before = sys.gettrace()
