@@ -15,7 +15,7 @@ COMPILED_TESTS := $(wildcard tests/policies tests/tiering/ledger tests/cases) $(
 	$(wildcard tests/kernels/test_append*.py tests/kernels/test_places.py tests/kernels/test_fused_write.py tests/kernels/test_host_copy.py) \
 	$(wildcard tests/io/test_copiers.py tests/io/test_piece_copier.py tests/io/test_page_copier.py)
 
-.PHONY: venv demo test types lint compiled test-compiled bench bench-ledger fuzz-ledger soak reference test-gpu sanitize-gpu test-vllm wheel clean
+.PHONY: venv demo test types lint compiled compiled-anew test-compiled bench bench-ledger fuzz-ledger soak reference test-gpu sanitize-gpu test-vllm wheel clean
 
 venv: $(READY)
 
@@ -45,10 +45,17 @@ wheel: $(READY)
 	KVTIER_COMPILE=1 $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*-none-any.whl dist/*-cp*.whl
 
-# The compiled wheel, unpacked.
-compiled: wheel
+# The compiled wheel, unpacked: made again when a file that goes into it, or the interpreter, is another one than when that was begun.
+FINGERPRINT = { find bench io kernels policies pools tiering src -name __pycache__ -prune -o -type f -print0 | LC_ALL=C sort -z | \
+	xargs -0 sha256sum setup.py pyproject.toml MANIFEST.in scripts/stage.py && $(BIN)/python -VV; } | sha256sum
+compiled: $(READY)
+	@made_of="$$($(FINGERPRINT))"; [ "$$made_of" = "$$(cat $(COMPILED)/.made-of 2>/dev/null || echo nothing)" ] || \
+		$(MAKE) --no-print-directory compiled-anew MADE_OF="$$made_of"
+
+compiled-anew: wheel
 	rm -rf $(COMPILED)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(COMPILED) dist/*-cp*.whl
+	@echo "$(MADE_OF)" >$(COMPILED)/.made-of
 
 test-compiled: compiled
 	PYTHONPATH=$(COMPILED) $(BIN)/python scripts/check_compiled.py $(COMPILED)
@@ -61,12 +68,11 @@ bench-ledger: compiled
 
 # Every benchmark that can be measured here, of the compiled build where one can be made. The short form: make bench ARGS="--quick"; against
 # an earlier run: --compare OLD.json
-HAS_HEADERS := import os, sysconfig; raise SystemExit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))
+HEADERS = $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))'
 bench: $(READY)
-	@rm -rf $(COMPILED)
-	@if command -v cc >/dev/null && $(BIN)/python -c '$(HAS_HEADERS)'; then \
-		echo "make bench: compiling, a minute or two ..." && $(MAKE) --no-print-directory compiled; \
-	else echo "make bench: no C compiler, or no Python.h (python3-dev): the plain build is measured"; fi
+	@if echo '#include <Python.h>' | cc -fsyntax-only -x c "-I$$($(HEADERS))" - 2>/dev/null; then \
+		echo "make bench: of the compiled build; to make that takes a minute or two" && $(MAKE) --no-print-directory compiled; \
+	else rm -rf $(COMPILED); echo "make bench: no C compiler, or no Python.h (python3-dev): the plain build is measured"; fi
 	PYTHONPATH=$(abspath $(COMPILED)) $(BIN)/python -m kvtier.cli bench all $(ARGS)
 
 # The random machine over the ledger of every layout, much longer than in the tests.

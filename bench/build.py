@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from kvtier.tiering.ledger import ledger as ledger_module
+from typing import Final
+
+from kvtier.tiering.build import host_copy_failure, is_compiled
+
+LEDGER_ALONE: Final = "the ledger alone, without copies in C"
+"""A compiled build whose module in C cannot be loaded; ``kvtier doctor`` says why."""
 
 
-def is_compiled() -> bool:
-    """Whether this is the compiled build (``make compiled``): the ledger's modules and the copies in C come in one wheel."""
-    return str(ledger_module.__file__).endswith(".so")
+def compiled() -> bool | str:
+    """What reports have under "compiled": whether this is the compiled build (``make compiled``), or what of it."""
+    return is_compiled() and (LEDGER_ALONE if host_copy_failure() is not None else True)

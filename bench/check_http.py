@@ -12,7 +12,7 @@ from typing import Any, Final
 from kvtier.bench.check_engine import Answer, EngineTrouble, Order, Prompt
 from kvtier.bench.check_metrics import Metrics, parse_metrics
 from kvtier.bench.demo_text import USERS
-from kvtier.bench.web_address import HIDDEN, WebAddress, request_to, without_secrets
+from kvtier.bench.web_address import HIDDEN, WebAddress, opener, request_to, without_secrets
 from kvtier.errors import ConfigError
 from kvtier.pools.sizing import shown
 
@@ -51,7 +51,7 @@ class HttpEngine:
             raise ConfigError("--url names a user, and --api-key or VLLM_API_KEY a key: a request carries one of them; leave the other out")
         self._authorization = {"Authorization": f"Bearer {api_key}"} if api_key else address.headers
         self._secrets = tuple(value.partition(" ")[2] for value in self._authorization.values())
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._opener = opener()
         served = self._models()
         names = [str(each["id"]) for each in served]
         if model is not None and model not in names:

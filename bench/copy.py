@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.copy_point import Point, Route, Stage
 from kvtier.bench.measure import Alternative, interleave
 from kvtier.bench.report import (
@@ -129,7 +129,7 @@ def measure_copy(quick: bool = False, *, plan: CopyPlan | Sequence[CopyPlan] | N
 def _measure(plans: Sequence[CopyPlan], quick: bool) -> Report:
     first = plans[0]
     report = Report("kvtier bench copy", {
-        "command": "copy", "quick": quick, "device": "cpu", "compiled": is_compiled(),
+        "command": "copy", "quick": quick, "device": "cpu", "compiled": compiled(),
         "block_bytes": first.group.block_bytes, "num_blocks": first.num_blocks,
         "batch_blocks": first.batch_blocks, "rounds": first.rounds, "page_bytes": first.group.page_bytes, "copy_threads": 1,
         "torch_threads": torch.get_num_threads(), "layout": "block-first",
@@ -151,7 +151,7 @@ def _measure(plans: Sequence[CopyPlan], quick: bool) -> Report:
     number = 0
     for plan in plans:
         for layer_first in (False, True):
-            with Stage(plan.group, plan.num_blocks, layer_first) as stage:
+            with Stage(plan.group, plan.num_blocks, layer_first) as stage, report.interruptible():
                 for route in plan.routes():
                     if route.layer_first is layer_first:
                         _measure_row(report, plan, stage, route, number)

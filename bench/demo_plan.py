@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -126,11 +126,6 @@ def recompute_config(plan: DemoPlan, tiered: TierConfig) -> TierConfig:
                       nvme="0 blocks", nvme_directory=None, max_batch_size=tiered.max_batch_size,
                       max_seq_len=tiered.max_seq_len, chunk_size=tiered.chunk_size, enable_block_reuse=False,
                       event_buffer_max_size=0)
-
-
-def blocks_of(lengths: Sequence[int]) -> int:
-    """Blocks that sequences of these lengths take without sharing."""
-    return sum(_blocks(length) for length in lengths)
 
 
 def _blocks(tokens: int) -> int:

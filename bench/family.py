@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.bench import INSTALL_DEMO
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.outputs import Outputs
-from kvtier.bench.report import CHECK_FAILED, FINE, Report
+from kvtier.bench.report import CHECK_FAILED, FINE, Interrupted, Report
 from kvtier.errors import ConfigError, KVTierError
 
 ALL: Final = "all"
@@ -47,7 +47,7 @@ class Common:
 
     def settings(self) -> dict[str, object]:
         """As reports have them."""
-        return {"quick": self.quick, "device": self.device, "compiled": is_compiled()}
+        return {"quick": self.quick, "device": self.device, "compiled": compiled()}
 
 
 def copies(common: Common) -> Report:
@@ -147,24 +147,37 @@ def run_all(common: Common, outputs: Outputs, family: Mapping[str, Benchmark] = 
     failed: dict[str, str] = {}
     whole = Report("kvtier bench all", {"command": ALL, **common.settings(), "sections": sections, "left_out": left_out, "failed": failed},
                    place)
-    for name, benchmark in family.items():
-        lacking = benchmark.lacks(common)
-        if lacking:
-            left_out[name] = lacking
-            continue
-        whole.say(f"\n== {name}")
-        try:
-            report = benchmark.measure(common)
-            outputs.of(name).finish(report)
-        except Exception as error:  # whatever it is, the others can still be measured
-            failed[name] = str(error) or repr(error)
-            if not isinstance(error, (KVTierError, OSError, ModuleNotFoundError)):
-                traceback.print_exc(file=sys.stderr)
-            continue
+
+    def take(name: str, report: Report) -> None:
+        outputs.of(name).finish(report)
         sections[name] = report.as_json()["config"]
         whole.take(report)
-    whole.say(f"\n== all: {len(whole.rows)} rows of {', '.join(sections) or 'no benchmark'}")
-    for text, reasons in (("left out", left_out), ("FAILED", failed)):
-        for name, reason in reasons.items():
-            whole.say(f"{text} {name}: {reason}")
-    return max(replace(outputs, plot_file=None).finish(whole, show=False), CHECK_FAILED if failed else FINE)
+
+    def finish() -> int:
+        whole.say(f"\n== all: {len(whole.rows)} rows of {', '.join(sections) or 'no benchmark'}")
+        for text, reasons in (("left out", left_out), ("FAILED", failed)):
+            for name, reason in reasons.items():
+                whole.say(f"{text} {name}: {reason}")
+        return max(replace(outputs, plot_file=None).finish(whole, show=False), CHECK_FAILED if failed else FINE)
+
+    try:
+        with whole.interruptible():
+            for name, benchmark in family.items():
+                lacking = benchmark.lacks(common)
+                if lacking:
+                    left_out[name] = lacking
+                    continue
+                whole.say(f"\n== {name}")
+                try:
+                    take(name, benchmark.measure(common))
+                except Interrupted as interrupt:
+                    take(name, interrupt.report)
+                    raise
+                except Exception as error:  # whatever it is, the others can still be measured
+                    failed[name] = str(error) or repr(error)
+                    if not isinstance(error, (KVTierError, OSError, ModuleNotFoundError)):
+                        traceback.print_exc(file=sys.stderr)
+    except Interrupted:
+        finish()
+        raise
+    return finish()

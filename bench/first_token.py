@@ -18,7 +18,7 @@ from kvtier.bench.demo_conversation import stop_tokens
 from kvtier.bench.demo_model import DemoModel, load_demo_model
 from kvtier.bench.demo_plan import CHUNK_SIZE, TOKENS_PER_BLOCK
 from kvtier.bench.demo_text import SYSTEM_PROMPT, USERS
-from kvtier.bench.measure import Alternative, Interleaved, interleave
+from kvtier.bench.measure import Alternative, Interleaved
 from kvtier.bench.report import Limit, ResultRow
 from kvtier.errors import TransferError
 from kvtier.tiering.attach.serving_loop import ServingLoop
@@ -57,8 +57,7 @@ def first_token_row(directory: Path, *, quick: bool = False, say: Callable[[str]
     if prefix_tokens is None:
         prefix_tokens = QUICK_PREFIX_TOKENS if quick else PREFIX_TOKENS
     prefix, question = _prompt(loaded, -(-prefix_tokens // TOKENS_PER_BLOCK) * TOKENS_PER_BLOCK)
-    say(f"measuring {ROW_NAME}: {len(prefix)} tokens stored, {len(question)} more after them")
-    measured = measure_first_token(loaded, directory, prefix, question, rounds=5 if quick else 7)
+    measured = measure_first_token(loaded, directory, prefix, question, rounds=5 if quick else 7, say=say)
     ours, recompute = measured.seconds(OURS), measured.seconds(RECOMPUTE)
     return ResultRow(ROW_NAME, "s", ours.median, ours.low, ours.high,
                      Limit(f"recomputing {len(prefix)} tokens, {torch.get_num_threads()} torch threads, "
@@ -66,16 +65,23 @@ def first_token_row(directory: Path, *, quick: bool = False, say: Callable[[str]
                      measured.speed_ratio(OURS, RECOMPUTE))
 
 
-def measure_first_token(model: DemoModel, directory: Path, prefix: list[int], question: list[int], rounds: int) -> Interleaved:
+def measure_first_token(model: DemoModel, directory: Path, prefix: list[int], question: list[int], rounds: int,
+                        say: Callable[[str], None] = lambda text: None) -> Interleaved:
     """Seconds to the first token of ``prefix + question``, with the prefix on NVMe and without reuse, in turns.
 
     Raises:
         TransferError: as for :func:`first_token_row`.
     """
     with _FirstToken(model, directory, prefix, question) as bench:
+        say(f"storing {len(prefix)} tokens; {len(question)} more come after them")
         bench.store()
-        return interleave([Alternative(RECOMPUTE, lambda: bench.time(skip_read=True), bench.open, bench.close),
-                           Alternative(OURS, lambda: bench.time(skip_read=False), bench.open, bench.close)], rounds)
+        turns = [Alternative(RECOMPUTE, lambda: bench.time(skip_read=True), bench.open, bench.close),
+                 Alternative(OURS, lambda: bench.time(skip_read=False), bench.open, bench.close)]
+        measured = Interleaved()
+        for number in range(rounds + 1):
+            say(f"round {number} of {rounds}" if number else "a round to warm up")
+            measured.round(turns, warm_up=number == 0)
+        return measured
 
 
 def _prompt(model: DemoModel, prefix_tokens: int) -> tuple[list[int], list[int]]:

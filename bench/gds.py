@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.measure import Alternative, interleave
 from kvtier.bench.nvme import working_folder
 from kvtier.bench.report import Report, size_name, throughput_row
@@ -25,7 +25,8 @@ from kvtier.errors import ConfigError
 from kvtier.io import gds_probe
 from kvtier.io.direct_file import aligned_buffer
 from kvtier.io.gds import GdsPath, open_gds
-from kvtier.io.nvme_store import BlockWrite, NvmeStore
+from kvtier.io.nvme_store import NvmeStore
+from kvtier.io.store_messages import BlockWrite
 from kvtier.pools.host_memory import free_disk_bytes
 from kvtier.pools.nvme_geometry import HEADER_BYTES, NvmeGeometry
 from kvtier.tiering.config_sources import expand_path
@@ -85,7 +86,7 @@ def measure_gds(directory: Path | None = None, quick: bool = False, device: str 
                 return open_gds(paths, geometries, number, rows, threads, task)
 
         report = Report("kvtier bench gds", {
-            "command": "gds", "quick": quick, "device": device, "compiled": is_compiled(), "block_bytes": plan.block_bytes,
+            "command": "gds", "quick": quick, "device": device, "compiled": compiled(), "block_bytes": plan.block_bytes,
             "num_blocks": plan.num_blocks, "at_once": plan.at_once, "rounds": plan.rounds}, parent)
         best = (0.0, "")
         for threads in plan.threads:

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.measure import LEAST_ROUNDS
 from kvtier.bench.report import Report
 from kvtier.errors import ConfigError
@@ -35,7 +35,7 @@ def open_gpu_report(what: str, device: str, rounds: int, config: Mapping[str, ob
         raise ConfigError(f"{rounds} rounds: a benchmark on a GPU needs at least {LEAST_ROUNDS}")
     command, *rest = what.split(", ")
     return Report(f"kvtier bench {command} ({', '.join(['GPU', *rest])})", {
-        "command": command, "device": device, "compiled": is_compiled(), "gpu": None if device == "cpu" else device_name(device),
+        "command": command, "device": device, "compiled": compiled(), "gpu": None if device == "cpu" else device_name(device),
         "rounds": rounds, "torch": torch.__version__, "cuda": torch.version.cuda, **config})
 
 

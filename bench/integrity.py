@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.integrity_child import POINTS
 from kvtier.bench.integrity_crash import ANY_MOMENT, CrashHistory
 from kvtier.bench.integrity_damage import DamagedStore
@@ -125,7 +125,7 @@ def measure_integrity(directory: Path | None = None, quick: bool = False, *, pla
     plan = plan if plan is not None else IntegrityPlan.usual(quick)
     parent = expand(directory) if directory is not None else Path.cwd()
     config: dict[str, object] = {
-        "command": "integrity", "quick": quick, "compiled": is_compiled(), "seed": _SEED, "kills_per_point": plan.kills_per_point,
+        "command": "integrity", "quick": quick, "compiled": compiled(), "seed": _SEED, "kills_per_point": plan.kills_per_point,
         "kills_at_any_moment": plan.kills_at_any_moment, "flips": plan.flips, "writes": plan.writes,
         "full_drives": plan.full_drives, "block_bytes": [geometry.block_bytes for geometry in GEOMETRIES],
         "num_slots": [geometry.num_slots for geometry in GEOMETRIES], "sync": False}

@@ -12,7 +12,8 @@ import numpy as np
 from kvtier.errors import CorruptBlock, TransferError
 from kvtier.io.direct_file import Buffer
 from kvtier.io.manifest_rows import Place
-from kvtier.io.nvme_store import BlockWrite, NvmeStore
+from kvtier.io.nvme_store import NvmeStore
+from kvtier.io.store_messages import BlockWrite
 from kvtier.pools.nvme_geometry import NvmeGeometry
 
 NAMESPACE: Final = '{"model": "kvtier bench integrity"}'

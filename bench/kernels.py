@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.measure import Alternative, interleave
 from kvtier.bench.openmp_waiting import openmp_waiting
 from kvtier.bench.report import Report, noise_row, require_memory, size_name, throughput_row
@@ -101,7 +101,7 @@ def measure_kernels(quick: bool = False, *, plan: KernelsPlan | None = None) -> 
     require_memory("kvtier bench kernels", 2 * most + (256 << 20),
                    "end other programs" if quick else "end other programs, or use --quick, which needs less")
     report = Report("kvtier bench kernels", {
-        "command": "kernels", "quick": quick, "device": "cpu", "compiled": is_compiled(),
+        "command": "kernels", "quick": quick, "device": "cpu", "compiled": compiled(),
         "sequences": plan.sequences, "tokens": plan.tokens, "kv_heads": plan.heads,
         "query_heads": plan.heads * plan.group, "head_dim": plan.head_dim, "page_tokens": list(plan.page_tokens),
         "append_tokens": plan.append_tokens, "append_layers": plan.append_layers, "rounds": plan.rounds,
@@ -115,7 +115,7 @@ def measure_kernels(quick: bool = False, *, plan: KernelsPlan | None = None) -> 
                 "While other programs are busy small operations wait for their threads, and decode's rows say nothing.")
     if copy_runs is None:
         report.note("Rows are written by library calls here; the compiled build is faster (make compiled, then PYTHONPATH=build/compiled).")
-    with torch.inference_mode():
+    with torch.inference_mode(), report.interruptible():
         for dtype in plan.dtypes:
             for page_tokens in plan.page_tokens:
                 _measure_decode(report, plan, dtype, page_tokens)

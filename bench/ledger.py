@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.ledger_growth import add_growth, size_of
 from kvtier.bench.ledger_keys import KeyHostTier
 from kvtier.bench.ledger_plan import VLLM, LedgerPlan
@@ -48,11 +48,12 @@ def measure_ledger(quick: bool = False, peer: str | None = None, *, plan: Ledger
     plan = plan if plan is not None else LedgerPlan.usual(quick)
     with_vllm = _wants_vllm(peer)
     report = _open_report(plan, quick, with_vllm)
-    for name, make in _workloads(plan, with_vllm).items():
-        report.say(f"measuring {name}")
-        _measure(report, name, make, plan)
-        gc.collect()  # what this workload kept
-    add_growth(report, plan, with_vllm)
+    with report.interruptible():
+        for name, make in _workloads(plan, with_vllm).items():
+            report.say(f"measuring {name}")
+            _measure(report, name, make, plan)
+            gc.collect()  # what this workload kept
+        add_growth(report, plan, with_vllm)
     return report
 
 
@@ -73,11 +74,11 @@ def _open_report(plan: LedgerPlan, quick: bool, with_vllm: bool) -> Report:
         from kvtier.bench import ledger_vllm
         peers = {VLLM: {"version": ledger_vllm.VERSION} | ledger_vllm.SETTINGS}
     report = Report("kvtier bench ledger", {
-        "command": "ledger", "quick": quick, "compiled": is_compiled(), "ledger_module": Path(str(ledger_module.__file__)).name,
+        "command": "ledger", "quick": quick, "compiled": compiled(), "ledger_module": Path(str(ledger_module.__file__)).name,
         "tokens_per_block": TOKENS_PER_BLOCK, "levels": ["primary", "secondary", "nvme"], "max_events": MAX_EVENTS,
         "clock": "CPU time of the thread", "garbage_collection": "off inside a round", "peers": peers} | asdict(plan))
     report.baselines = (VLLM,)
-    if not is_compiled():
+    if not compiled():
         report.note("The ledger's modules are plain Python here; `make bench-ledger` measures them compiled.")
     if not with_vllm:
         report.note("vLLM is not measured beside: " + ("it is not installed." if importlib.util.find_spec("vllm") is None

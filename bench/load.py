@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.load_engine import TimedEngine, block_content
 from kvtier.bench.measure import LEAST_ROUNDS, Alternative, Interleaved
 from kvtier.bench.nvme import working_folder
@@ -93,14 +93,14 @@ def measure_load(directory: Path | None = None, quick: bool = False, *, plan: Lo
     require_memory("kvtier bench load", largest, "end other programs, or use --quick")
     decisions: dict[str, list[str]] = {}
     report = Report("kvtier bench load", {
-        "command": "load", "quick": quick, "compiled": is_compiled(), "block_bytes": list(plan.block_bytes),
+        "command": "load", "quick": quick, "compiled": compiled(), "block_bytes": list(plan.block_bytes),
         "num_blocks": list(plan.num_blocks), "tokens_per_block": TOKENS_PER_BLOCK, "tokens_per_second": list(plan.tokens_per_second),
         "rounds": plan.rounds, "learning_rounds": LEARNING_ROUNDS, "engine": "busy wait: 1 ms, a part per token, a part per attended pair",
         "decisions": decisions}, parent)
     report.baselines = (RECOMPUTE, LOAD)
     ratios: list[float] = []
     best: list[float] = []
-    with working_folder(parent) as folder:
+    with working_folder(parent) as folder, report.interruptible():
         for block_bytes in plan.block_bytes:
             for num_blocks in plan.num_blocks:
                 with ExitStack() as undo:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.bench import INSTALL_DEMO
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.fio import Fio, find_fio
 from kvtier.bench.measure import LEAST_ROUNDS, Interleaved
 from kvtier.bench.nvme_point import OURS, Buffers, CpuTimes, NvmePlan, Point
@@ -78,20 +78,21 @@ def measure_nvme(directory: Path | None = None, quick: bool = False, *, plan: Nv
                        "end other programs" if quick else "end other programs, or use --quick, which needs less")
         refusal = refuses_direct(folder)
         report = _open_report(plans, quick, parent, refusal)
-        with _said_once() if refusal is not None else contextlib.nullcontext():
-            for each in plans:
-                _measure(report, each, folder, refusal is None, program, faults)
-        if warm_start:
-            _add_warm_start(report, folder, quick)
-        if first_token:
-            _add_first_token(report, folder, quick)
+        with report.interruptible():
+            with _said_once() if refusal is not None else contextlib.nullcontext():
+                for each in plans:
+                    _measure(report, each, folder, refusal is None, program, faults)
+            if warm_start:
+                _add_warm_start(report, folder, quick)
+            if first_token:
+                _add_first_token(report, folder, quick)
     return report
 
 
 def _open_report(plans: Sequence[NvmePlan], quick: bool, directory: Path, refusal: str | None) -> Report:
     plan = plans[0]
     report = Report("kvtier bench nvme", {
-        "command": "nvme", "quick": quick, "compiled": is_compiled(), "block_bytes": plan.block_bytes, "num_blocks": plan.num_blocks,
+        "command": "nvme", "quick": quick, "compiled": compiled(), "block_bytes": plan.block_bytes, "num_blocks": plan.num_blocks,
         "rounds": plan.rounds, "depth": plan.depth, "read_threads": plan.read_threads, "write_batch": MAX_WRITE_BATCH, "sync": False,
         "sizes": [{"block_bytes": each.block_bytes, "num_blocks": each.num_blocks, "rounds": each.rounds} for each in plans],
         "direct_io": refusal is None, "direct_io_refusal": refusal}, directory)
@@ -208,6 +209,7 @@ def _add_warm_start(report: Report, folder: Path, quick: bool) -> None:
 
 def _add_first_token(report: Report, folder: Path, quick: bool) -> None:
     """Time to first token of a prefix on the drive beside recomputing it, where the demo's model is installed."""
+    report.say(f"measuring {FIRST_TOKEN}")
     try:
         # Not at the top: it brings transformers with it, which only the demo extra installs.
         from kvtier.bench.first_token import first_token_row

@@ -21,7 +21,8 @@ from kvtier.bench.removal import remove_folder
 from kvtier.errors import ConfigError, TransferError
 from kvtier.io.drive_queue import DriveQueue
 from kvtier.io.faults import Faults
-from kvtier.io.nvme_store import BlockWrite, NvmeStore
+from kvtier.io.nvme_store import NvmeStore
+from kvtier.io.store_messages import BlockWrite
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.nvme_geometry import PAGE_BYTES, NvmeGeometry
 from kvtier.tiering.write_lane import MAX_WRITE_BATCH

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from rich.console import Console
 import kvtier
 from kvtier.bench.compare import Figures, check_comparable, compare, read_figures
 from kvtier.bench.plot import check_plot, plot_report
-from kvtier.bench.report import CHECK_FAILED, FINE, Report, check_writable, describe_machine
+from kvtier.bench.report import CHECK_FAILED, FINE, Interrupted, Report, check_writable, describe_machine
 from kvtier.bench.whole_table import print_whole
+from kvtier.io.direct_file import refuses_direct
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,19 @@ class Outputs:
             old = read_figures(self.compare_with)
             commands = tuple(old.configs) if command == "all" else (command,)
             place = directory if directory is not None and directory.is_dir() else None  # a missing one is the benchmark's to refuse
+            if place is not None and any("direct_io" in config for config in old.configs.values()):
+                settings = {**settings, **_direct_io(place)}
             check_comparable(old.only(commands), Figures("this run", kvtier.__version__, describe_machine(place),
                                                          dict.fromkeys(commands, settings), {}, {}))
+
+    def run(self, measure: Callable[[], Report]) -> int:
+        """Measure and :meth:`finish`. What an interrupt leaves of a report is finished too before it goes on its way."""
+        try:
+            report = measure()
+        except Interrupted as interrupt:
+            self.finish(interrupt.report)
+            raise
+        return self.finish(report)
 
     def finish(self, report: Report, show: bool = True) -> int:
         """Show everything (unless that has been done) and write it. Returns the exit code: 1 when a row did not hold or has become worse,
@@ -73,6 +86,15 @@ class Outputs:
         assert self.plot_file is not None
         drawn = plot_report(self.plot_file, report.title, report.rows)
         report.say(f"wrote {self.plot_file}" if drawn else f"{self.plot_file} was not drawn: no row can be")
+
+
+def _direct_io(directory: Path) -> dict[str, object]:
+    """Whether it takes direct I/O, as a report will say it; nothing where the benchmark will say that the folder cannot be used."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as folder:
+            return {"direct_io": refuses_direct(Path(folder)) is None}
+    except OSError:
+        return {}
 
 
 def compare_files(old: Path, new: Path) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -282,8 +282,3 @@ def progress_bar(what: str, unit: str) -> Iterator[Told]:
 
 def _row(name: str, unit: str, value: float) -> ResultRow:
     return ResultRow(name, unit, value, value, value)
-
-
-def rows_by_name(rows: list[ResultRow]) -> Mapping[str, float]:
-    """The figures by their rows' names."""
-    return {row.name: row.median for row in rows}

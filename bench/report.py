@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -125,6 +125,14 @@ def noise_row(name: str, measured: Interleaved, again: str, limit: str) -> Resul
     return spread_row(name, "x", measured.speed_ratios(again, limit))
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM, and the report as far as it had come."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__()
+        self.report = report
+
+
 class Report:
     """Collects what a benchmark found, shows it and writes it.
 
@@ -136,6 +144,7 @@ class Report:
 
     Attributes:
         table: shown instead of the rows, by a benchmark whose rows say less than a table of its own.
+        incomplete: it was ended before everything was measured.
         baselines: names of limits and peers that a user could have instead of the tier; where a row loses to one, a line says so.
     """
 
@@ -147,6 +156,7 @@ class Report:
         self.invalid: dict[str, str] = {}
         self.machine = describe_machine(directory)
         self.table: RenderableType | None = None
+        self.incomplete = False
         self.baselines: tuple[str, ...] = ()
         self._config = dict(config)
         self._console = console if console is not None else Console()
@@ -171,6 +181,17 @@ class Report:
         """A row's check failed: there is no figure, and the exit code says so."""
         self.invalid[name] = reason
 
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Where the measuring is done: if it is interrupted after a row, what is raised is :class:`Interrupted` with this report."""
+        try:
+            yield
+        except KeyboardInterrupt as interrupt:
+            if not self.rows:
+                raise
+            self.incomplete = True
+            raise Interrupted(self) from interrupt
+
     def take(self, other: Report) -> None:
         """Everything that another report has found goes on in this one."""
         self.rows += other.rows
@@ -182,6 +203,8 @@ class Report:
         """The whole report as plain values."""
         config: dict[str, object] = self._config | {"notes": list(self.notes),
                                  "invalid": [{"name": name, "reason": reason} for name, reason in self.invalid.items()]}
+        if self.incomplete:
+            config["incomplete"] = True
         if self.baselines:
             config["losses"] = losses(self.rows, self.baselines)
         return {"kvtier": kvtier.__version__, "machine": self.machine, "config": config,
@@ -191,7 +214,7 @@ class Report:
         """Print the table, write the JSON and return the exit code: 1 when a row's check failed, else 0."""
         limits = limit_lines(self.rows) if self.table is None else []
         self.show(result_table(self.title, self.rows, self.invalid) if self.table is None else self.table)
-        machine = machine_line(self.machine, self._config.get("compiled") is True)
+        machine = machine_line(self.machine, self._config.get("compiled", False))
         for line in [machine, *limits, *self.notes, *losses(self.rows, self.baselines)]:
             self.say(line)
         return self.write(json_file)
@@ -200,6 +223,8 @@ class Report:
         """Say which rows did not hold, write the JSON and return the exit code."""
         for name, reason in self.invalid.items():
             self.say(f"INVALID {name}: {reason}")
+        if self.incomplete:
+            self.say("INCOMPLETE: it was ended before everything was measured")
         if json_file is not None:
             write_json(json_file, self.as_json())
             self.say(f"wrote {json_file}")
@@ -243,9 +268,10 @@ def describe_machine(directory: Path | None = None, root: Path = Path("/")) -> d
     return machine
 
 
-def machine_line(machine: Mapping[str, object], is_compiled: bool) -> str:
-    """The machine in one line for people, and whether the compiled build was measured."""
-    line = f"{machine['cpu']}, {machine['cores']} cores, {machine['kernel']}, GPU: {machine['gpu']}{', compiled' if is_compiled else ''}"
+def machine_line(machine: Mapping[str, object], compiled: object) -> str:
+    """The machine in one line for people, and whether the compiled build was measured, or what of it."""
+    build = f", compiled{'' if compiled is True else f' ({compiled})'}" if compiled else ""
+    line = f"{machine['cpu']}, {machine['cores']} cores, {machine['kernel']}, GPU: {machine['gpu']}{build}"
     if "mount" in machine:
         line += f"; {machine['file_system']} mounted at {machine['mount']}"
     return line

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.measure import Alternative, Interleaved, Spread
 from kvtier.bench.nvme import working_folder
 from kvtier.bench.report import Limit, Report, ResultRow, noise_row, spread_row
@@ -161,12 +161,12 @@ def measure_serve(maker: EngineMaker, engine: str, plan: ServePlan, directory: P
     parent = expand(directory) if directory is not None else Path.cwd()
     hits: dict[str, object] = {}
     report = Report("kvtier bench serve", {
-        "command": "serve", "quick": quick, "compiled": is_compiled(), "engine": maker.as_json(), "at_once": list(plan.at_once),
+        "command": "serve", "quick": quick, "compiled": compiled(), "engine": maker.as_json(), "at_once": list(plan.at_once),
         "rounds": plan.rounds, "users": plan.users, "shape": vars(plan.shape), "trace": None if plan.trace is None else plan.trace.name,
         "speed": plan.speed, "tokens_per_block": BLOCK, "text": "the Python language reference" if text_file is None else text_file.name,
         "more_engines": plan.more_engines, "hit_tokens": hits}, parent)
     report.baselines = (ALONE, HOST_ONLY, RECOMPUTE)
-    with working_folder(parent) as folder:
+    with working_folder(parent) as folder, report.interruptible():
         for kind in (TRACE,) if plan.trace is not None else plan.kinds:
             for at_once in plan.at_once[-1:] if plan.trace is not None else plan.at_once:
                 point = _Point(f"serve/{engine}/{kind}/{at_once}", kind, at_once)

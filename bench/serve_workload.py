@@ -64,11 +64,6 @@ class Workload:
         return Workload((), tuple(replace(asked, salt=f"{salt} {number}") for number, asked in enumerate(self.timed)))
 
     @property
-    def timed_tokens(self) -> int:
-        """Prompt and answer tokens of the timed part: what throughput counts."""
-        return sum(len(asked.tokens) + asked.num_answer for asked in self.timed)
-
-    @property
     def longest(self) -> int:
         """Most tokens of one request, answer included."""
         return max(len(asked.tokens) + asked.num_answer for asked in (*self.before, *self.timed))

@@ -22,7 +22,6 @@ MOST_USES: Final = 50_000_000  # block uses of a trace whose curve is exact
 LEAST_GAIN: Final = 0.01       # of the input tokens: what twice the memory must add to be recommended
 POINTS: Final = 40
 SECONDS_PER_DAY: Final = 86_400
-GIB: Final = 1 << 30
 _MEASURING: Final = {"secondary": ("--measure", "copy"), "nvme": ("--measure --nvme-directory DIR", "nvme")}
 """What measures how fast a level is: options of ``kvtier tune``, and a benchmark."""
 

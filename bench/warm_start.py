@@ -19,7 +19,8 @@ from kvtier.bench.measure import Alternative, Interleaved, interleave
 from kvtier.bench.removal import remove_folder
 from kvtier.bench.report import Limit, ResultRow
 from kvtier.errors import TransferError
-from kvtier.io.manifest import Manifest, ManifestRow
+from kvtier.io.manifest import Manifest
+from kvtier.io.manifest_rows import ManifestRow
 from kvtier.io.store_view import geometries_of, identity_of
 from kvtier.pools.layout import KVLayout
 from kvtier.tiering.config import TierConfig

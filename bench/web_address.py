@@ -8,7 +8,8 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from http.client import HTTPMessage
+from typing import IO, Final
 
 HIDDEN: Final = "***"
 _NONE: Final = "not HOST:PORT, nor a URL of http or https"
@@ -69,8 +70,30 @@ def without_secrets(address: str) -> str:
     return _QUERY.sub(f"?{HIDDEN}", _USER.sub(rf"\g<1>{HIDDEN}@" if "://" in address else f"{HIDDEN}@", address))
 
 
+class _SentOn(urllib.request.HTTPRedirectHandler):
+    """Sends the authorization along to another path of the same server, and to no other server."""
+
+    def redirect_request(self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage,
+                         newurl: str) -> urllib.request.Request | None:
+        request = super().redirect_request(req, fp, code, msg, headers, newurl)
+        authorization = req.get_header("Authorization")
+        if request is not None and authorization is not None and _server_of(newurl) == _server_of(req.full_url):
+            request.add_unredirected_header("Authorization", authorization)
+        return request
+
+
+def _server_of(url: str) -> tuple[str, str | None, int | None]:
+    parts = urllib.parse.urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+
+
+def opener() -> urllib.request.OpenerDirector:
+    """Asks the server itself, whatever proxy the environment names. The authorization of :func:`request_to` goes to no other server."""
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), _SentOn())
+
+
 def request_to(url: str, authorization: Mapping[str, str], data: bytes | None = None, **headers: str) -> urllib.request.Request:
-    """A GET, or a POST of ``data``. Where it is sent on to another place, that place is not told the authorization."""
+    """A GET, or a POST of ``data``, for :func:`opener`."""
     request = urllib.request.Request(url, data, headers)
     for name, value in authorization.items():
         request.add_unredirected_header(name, value)

@@ -169,14 +169,6 @@ def num_slots(memory: Memory) -> int:
     return memory.num_slots if isinstance(memory, HostArena) else memory.num_blocks
 
 
-def host_rows(memory: Memory) -> Rows:
-    """The blocks of a memory as uint8 ``[slots, block_bytes]``; a primary pool on the CPU whose blocks have one section."""
-    if isinstance(memory, HostArena):
-        return memory.rows
-    rows: Rows = memory.rows.numpy()
-    return rows
-
-
 def typed_blocks(memory: Memory, group: LayerGroup) -> torch.Tensor:
     """The blocks of a memory as ``[slots, layers, kv_factor, heads, tokens_per_block, head_dim]``, the group's dtype."""
     return section_blocks(memory, group.sections[0])

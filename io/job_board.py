@@ -86,10 +86,6 @@ class JobBoard:
         """Whether the rank has ended this job. Only of jobs younger than the last MAX_JOBS."""
         return bool(self._ended[job % MAX_JOBS, rank] == job + 1)
 
-    def all_ended(self, job: int) -> bool:
-        """Whether every rank has."""
-        return bool((self._ended[job % MAX_JOBS] == job + 1).all())
-
     def whole(self, group: int, slots: Sequence[int], job: int) -> list[bool]:
         """Of each slot, whether every rank has copied all of its part for this job."""
         found: list[bool] = (self._whole[group][slots] == job + 1).all(axis=1).tolist()

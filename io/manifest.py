@@ -8,23 +8,21 @@ digests XORed together) tells when rows have vanished; ``manifest_reading`` comp
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from kvtier.errors import TransferError
+from kvtier.io.collector import collector_paused
 from kvtier.io.faults import FaultOperation, Faults
 from kvtier.io.manifest_reading import ManifestReader, read_quarantine, stored_totals
 from kvtier.io.manifest_rows import ManifestContents, ManifestRow, Place, QuarantineRow, Totals
 from kvtier.io.sqlite_errors import SQLITE_ERRORS, outer_cause, primary_code
 from kvtier.io.wal_check import wal_path
-
-__all__ = ["Manifest", "ManifestContents", "ManifestRow", "Place", "QuarantineRow", "collector_paused", "wal_path"]
 
 _Statement: TypeAlias = tuple[str, Sequence[tuple[object, ...]]]
 
@@ -43,7 +41,6 @@ _DELETE_BLOCK: Final = "DELETE FROM blocks WHERE group_number = ? AND slot = ?"
 _INSERT_QUARANTINE: Final = "INSERT OR REPLACE INTO quarantine VALUES (?, ?, ?, ?, ?, ?)"
 _DELETE_QUARANTINE: Final = "DELETE FROM quarantine WHERE group_number = ? AND slot = ?"
 _CLEAR: Final = "DELETE FROM blocks"
-
 
 
 class Manifest:
@@ -356,19 +353,3 @@ def _connect(path: Path) -> sqlite3.Connection:
     # Damaged text must come out as bytes and fail its digest, not as a decoding error in the middle of a SELECT.
     connection.text_factory = bytes
     return connection
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """A hundred thousand new tuples make the cyclic collector walk all of them again and again: a quarter of a warm start."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        if gc.get_freeze_count() == 0:
-            gc.freeze()
-            gc.unfreeze()  # the new ones count as old: the next collection of young objects need not walk them
-        gc.enable()

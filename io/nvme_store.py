@@ -19,11 +19,12 @@ from typing import Final
 
 from kvtier.errors import ConfigError, CorruptBlock, TransferError
 from kvtier.io.block_writer import slots_per_run
+from kvtier.io.collector import collector_paused
 from kvtier.io.direct_file import Buffer
 from kvtier.io.drive_queue import DriveQueue
 from kvtier.io.faults import Faults
 from kvtier.io.incident import Incident
-from kvtier.io.manifest import Place, collector_paused
+from kvtier.io.manifest_rows import Place
 from kvtier.io.quarantine import Quarantine
 from kvtier.io.slab import SlabFile
 from kvtier.io.store_arguments import runs_of_different_slots, slab_of, unreadable_into
@@ -34,8 +35,6 @@ from kvtier.io.store_writes import StoreWrites
 from kvtier.io.threads import start_thread
 from kvtier.io.write_pause import WritePause
 from kvtier.pools.nvme_geometry import NvmeGeometry
-
-__all__ = ["BlockWrite", "NvmeStats", "NvmeStore", "StoredBlock"]
 
 _log = logging.getLogger(__name__)
 _OF_STORED: Final = itemgetter(0, 1, 2, 5, 6, 7)

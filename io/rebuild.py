@@ -19,7 +19,7 @@ from typing import Final
 
 from kvtier.errors import TransferError
 from kvtier.io.incident import Incident
-from kvtier.io.manifest import ManifestRow, Place
+from kvtier.io.manifest_rows import ManifestRow, Place
 from kvtier.io.slab import SlabFile, SlotHeader
 
 _log = logging.getLogger(__name__)

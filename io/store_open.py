@@ -18,11 +18,13 @@ from typing import Final
 from kvtier.errors import ConfigError, TransferError
 from kvtier.io.direct_file import refuses_direct
 from kvtier.io.faults import Faults
-from kvtier.io.manifest import Manifest, ManifestContents, QuarantineRow, wal_path
+from kvtier.io.manifest import Manifest
+from kvtier.io.manifest_rows import ManifestContents, QuarantineRow
 from kvtier.io.rebuild import rebuild_from_headers
 from kvtier.io.slab import SlabFile
 from kvtier.io.space_turn import alone_on
 from kvtier.io.store_directory import KEPT_SUFFIX, TEMPORARY_SUFFIX, StoreDirectory, sync_directory, unusable
+from kvtier.io.wal_check import wal_path
 from kvtier.pools.nvme_geometry import NvmeGeometry
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from typing import Final
 
 from kvtier.errors import ConfigError, CorruptBlock, TransferError
 from kvtier.io.direct_file import aligned_buffer
-from kvtier.io.manifest import Manifest, ManifestContents, ManifestRow, wal_path
+from kvtier.io.manifest import Manifest
+from kvtier.io.manifest_rows import ManifestContents, ManifestRow
 from kvtier.io.rank_directories import are_ranks_of_one, in_order_of_ranks
 from kvtier.io.slab import SlabFile
 from kvtier.io.sqlite_errors import NO_ROOM
@@ -32,6 +33,7 @@ from kvtier.io.store_directory import (
     take_lock,
     unusable,
 )
+from kvtier.io.wal_check import wal_path
 from kvtier.pools.nvme_geometry import NvmeGeometry
 
 _CLOSE_SECONDS: Final = 30.0

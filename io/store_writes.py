@@ -11,7 +11,8 @@ from typing import Final
 
 from kvtier.errors import TransferError
 from kvtier.io.block_writer import BlockWriter, rows_of
-from kvtier.io.manifest import Manifest, ManifestRow, Place
+from kvtier.io.manifest import Manifest
+from kvtier.io.manifest_rows import ManifestRow, Place
 from kvtier.io.quarantine import Quarantine
 from kvtier.io.slab import SlabFile
 from kvtier.io.store_arguments import objection, slab_of

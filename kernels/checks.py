@@ -237,12 +237,3 @@ class LayerPages:
         step, field = self.num_layers * self.kv_factor, field % self.kv_factor
         return RequestError(f"{place}: not the first page of this field of a block (allowed: slot * {step} + {field}); "
                             "fill the table with the layers and the kv_factor of this pool")
-
-    def check_visible(self, name: str, table: torch.Tensor, lengths: torch.Tensor) -> None:
-        """The entries of the first ``lengths[s]`` tokens of every sequence name pages."""
-        blocks = (lengths + (self.tokens_per_block - 1)) // self.tokens_per_block
-        bad = self.is_bad(table, field_axis=1)
-        bad &= (torch.arange(table.shape[2], device=table.device) < blocks[:, None])[:, None]
-        if bool(bad.any()):
-            sequence, field, block = bad.nonzero()[0].tolist()
-            raise self.entry_error(name, sequence, field, block, int(table[sequence, field, block]))

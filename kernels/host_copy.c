@@ -13,6 +13,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -112,12 +113,20 @@ static void take_shares(void *shared) {
 #endif
 }
 
+/* Of a forked child only the thread that forked is left. GNU's library keeps the team of each thread that ever shared work out, and would
+ * have this one wait for ever for threads that are gone. Threads that the child starts get teams of their own. */
+static _Thread_local int forked;
+
+static void after_fork(void) {
+    forked = 1;
+}
+
 /* torch's threads, where its OpenMP library has this entry (GNU's and LLVM's have): they are the first to be at hand, since each of
  * torch's operations leaves them waiting for the next for a while. Threads of our own would compete with them for the cores. All of them
  * or none: GNU's library ends the threads that a smaller team leaves over. */
 static void share_out(Work *work, unsigned threads) {
     typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
-    Parallel parallel = threads > 1 ? (Parallel)dlsym(RTLD_DEFAULT, "GOMP_parallel") : NULL;
+    Parallel parallel = threads > 1 && !forked ? (Parallel)dlsym(RTLD_DEFAULT, "GOMP_parallel") : NULL;
     if (parallel)
         parallel(take_shares, work, threads, 0);
     else
@@ -171,5 +180,7 @@ static PyModuleDef_Slot slots[] = {
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "host_copy", NULL, 0, methods, slots, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit_host_copy(void) {
+    if (pthread_atfork(NULL, NULL, after_fork))
+        return PyErr_NoMemory();
     return PyModuleDef_Init(&definition);
 }

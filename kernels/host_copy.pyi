@@ -12,7 +12,7 @@ def copy_runs(destination: int, source: int, runs: npt.NDArray[np.int64], destin
         pieces: of a row, at least 1.
         destination_piece, source_piece: bytes from one piece of a row to the next.
         bytes: of a piece, at least 1.
-        threads: at most so many copy, at least 1.
+        threads: at most so many copy, at least 1. Behind a fork, the thread that forked is alone.
         past_cache: whether whole lines of 64 bytes are written without being read before, and without staying in the cache.
 
     Raises:

@@ -141,13 +141,8 @@ class EvictionQueues:
 
     def add_newest(self, record: QueueRecord, level: int) -> None:
         """Content found at start: most recently used of all, without a release. What is left of its duration stays."""
-        record.stamp = self.next_stamp
-        self.next_stamp += 1
-        head = self.heads[level * LISTS_PER_LEVEL + record.priority]
-        extra = record.extra
-        if extra is not None and extra.expires_at > 0.0:
-            self._await_expiry(record, extra.expires_at)
-        _insert_after(head.previous, record, head)
+        self.note_use(record)
+        self.restore_content(record, level)
 
     def restore_content(self, record: QueueRecord, level: int) -> None:
         """Queue content where its last release or use puts it. It may have been busy since, without being used.

@@ -224,7 +224,7 @@ def resolve_sizes(layout: KVLayout, primary: object, secondary: object, nvme: ob
             smaller than one block, a group with NVMe but without secondary blocks, or a level that does not fit; names
             level, wanted, available and what to change.
     """
-    shares = _group_shares(layout, group_shares)
+    shares = parts_of_groups(group_shares, len(layout.groups))
     on_device = free.device_bytes is not None
     host_part = free.host_bytes if free.host_part_bytes is None else free.host_part_bytes
     disk_part = free.disk_bytes if free.disk_part_bytes is None else free.disk_part_bytes
@@ -296,16 +296,19 @@ def _check_level(level: int, wanted: int, available: int, where: str) -> None:
                           f'({where}); lower {name}=..., for example to a share of what is free: {name}="50%"')
 
 
-def _group_shares(layout: KVLayout, given: Sequence[float] | None) -> list[Fraction]:
-    """Each group's share of a level, adding up to 1."""
-    count = len(layout.groups)
-    if given is None:
+def parts_of_groups(group_shares: Sequence[float] | None, count: int) -> list[Fraction]:
+    """What each of ``count`` groups gets of a level, adding up to 1: equal parts without ``group_shares``.
+
+    Raises:
+        ConfigError: not one share for each group, or unusable ones.
+    """
+    if group_shares is None:
         return [Fraction(1, count)] * count
-    check_group_shares(given)
-    if len(given) != count:
-        raise ConfigError(f"group_shares={shown(list(given))}: {len(given)} shares for {count} groups; give one per group")
-    total = sum(Fraction(share) for share in given)
-    return [Fraction(share) / total for share in given]
+    check_group_shares(group_shares)
+    if len(group_shares) != count:
+        raise ConfigError(f"group_shares={shown(list(group_shares))}: {len(group_shares)} shares for {count} groups; give one per group")
+    shares = [Fraction(str(share)) for share in group_shares]  # the decimals that were written, not the floats beside them
+    return [share / sum(shares) for share in shares]
 
 
 def check_group_shares(shares: Sequence[float]) -> None:

@@ -40,7 +40,8 @@ def section(file: Path) -> str:
               f"{machine['cores']} cores, {machine['kernel']}, Python {machine['python']}, GPU: {machine['gpu']}.")
     if "compiled" in config:
         what, otherwise = COMPILED.get(config.get("command"), ("The modules", "plain Python"))
-        origin += f" {what} were {'compiled' if config['compiled'] else otherwise}."
+        part = config["compiled"]
+        origin += f" Compiled was {part}." if isinstance(part, str) else f" {what} were {'compiled' if part else otherwise}."
     own_table = TABLES.get(config.get("command"))
     lines = ["", origin, "", *(own_table(document) if own_table else table(document["results"])), ""]
     lines += [f"* {note}" for note in config.get("notes", [])]

@@ -11,8 +11,8 @@ import typer.main
 from typer.testing import CliRunner
 
 from kvtier import cli
-from kvtier.bench import family, ledger, serve
-from kvtier.bench.build import is_compiled
+from kvtier.bench import family, ledger, outputs, serve
+from kvtier.bench.build import compiled
 from kvtier.bench.family import FAMILY, IN_MEMORY, Benchmark, Common
 from kvtier.bench.report import Limit, Report, ResultRow, describe_machine
 from kvtier.cli_bench import bench
@@ -106,14 +106,52 @@ def test_without_a_folder_figures_of_another_drive_than_the_current_folder_s_are
 @pytest.mark.parametrize("name", MEASURING)
 def test_figures_of_another_build_are_refused_by_all_before_anything_is_measured(
         monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    other = {"compiled": not is_compiled()}
+    other = {"compiled": not compiled()}
     for command in FAMILY if name == "all" else [name]:
         config = {"command": name, "sections": {command: other}} if name == "all" else {"command": name, **other}
         (tmp_path / "old.json").write_text(json.dumps({"kvtier": "0", "machine": describe_machine(), "config": config, "results": []}))
         assert leaving(monkeypatch, name, "--compare", str(tmp_path / "old.json")) == 2
         said = " ".join(capsys.readouterr().err.split())
-        assert f"{command} was measured with compiled={not is_compiled()}, this run with compiled={is_compiled()}" in said
+        assert f"{command} was measured with compiled={not compiled()}, this run with compiled={compiled()}" in said
         assert "make bench" in said
+
+
+@pytest.mark.usefixtures("nothing_is_measured")
+@pytest.mark.parametrize("name", ["nvme", "all"])
+def test_figures_of_direct_io_are_refused_where_there_is_none_before_anything_is_measured(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    monkeypatch.setattr(outputs, "refuses_direct", lambda folder: "open with O_DIRECT: Invalid argument")
+    config = {"command": "nvme", "direct_io": True}
+    (tmp_path / "old.json").write_text(json.dumps({"kvtier": "0", "machine": describe_machine(), "results": [],
+                                                   "config": {"sections": {"nvme": config}} if name == "all" else config}))
+    (drive := tmp_path / "drive").mkdir()
+    assert leaving(monkeypatch, name, "--directory", str(drive), "--compare", str(tmp_path / "old.json")) == 2
+    assert "nvme was measured with direct_io=True, this run with direct_io=False" in " ".join(capsys.readouterr().err.split())
+    assert list(drive.iterdir()) == []
+
+
+def test_what_was_measured_before_ctrl_c_is_shown_and_written_as_incomplete(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def measure(common: Common, rows: int = 1) -> Report:
+        report = Report("kvtier bench copy", {"command": "copy", **common.settings()})
+        with report.interruptible():
+            for _ in range(rows):
+                report.add(ResultRow("copy/a/2MiB", "GB/s", 10.0, 10.0, 10.0))
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(family, "FAMILY", {"copy": Benchmark(lambda common: measure(common, 0))})
+    assert leaving(monkeypatch, "copy", "--json", str(tmp_path / "new.json")) == 130
+    assert not (tmp_path / "new.json").exists(), "there is nothing to write"
+    capsys.readouterr()
+    monkeypatch.setattr(family, "FAMILY", {"copy": Benchmark(measure)})
+    assert leaving(monkeypatch, "copy", "--json", str(tmp_path / "new.json")) == 130
+    said = capsys.readouterr()
+    assert "copy/a/2MiB" in said.out
+    assert "INCOMPLETE" in said.out
+    assert said.err == "kvtier: interrupted\n"
+    written = json.loads((tmp_path / "new.json").read_text())
+    assert written["config"]["incomplete"] is True
+    assert [row["name"] for row in written["results"]] == ["copy/a/2MiB"]
 
 
 def test_options_reach_the_benchmark_and_a_regression_is_an_exit_code_of_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from kvtier.cli_store import store
 from kvtier.errors import ConfigError, TransferError
 from kvtier.io import store_commands
-from kvtier.io.nvme_store import BlockWrite, NvmeStore
+from kvtier.io.nvme_store import NvmeStore
+from kvtier.io.store_messages import BlockWrite
 from kvtier.pools.nvme_geometry import NvmeGeometry
 
 NAMESPACE = '{"model": "tiny@1", "ranks": 1}'

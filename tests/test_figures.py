@@ -57,7 +57,7 @@ def test_a_section_is_made_anew_from_its_file(tmp_path: Path) -> None:
     ("copy", "Copies were compiled.", "Copies were library calls."),
     ("nvme", "The modules were compiled.", "The modules were plain Python.")])
 def test_a_section_says_of_which_build_its_figures_are(tmp_path: Path, command: str, compiled: str, plain: str) -> None:
-    for is_compiled, said in ((True, compiled), (False, plain)):
+    for is_compiled, said in ((True, compiled), (False, plain), ("the ledger alone", "Compiled was the ledger alone.")):
         (tmp_path / "ledger.json").write_text(json.dumps(measurement(command=command, compiled=is_compiled)))
         assert said in FIGURES["filled"](PAGE, tmp_path)
     (tmp_path / "ledger.json").write_text(json.dumps(measurement(command=command)))

@@ -77,6 +77,55 @@ def version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("."))
 
 
+PYTHON = """#!/bin/sh
+echo "$@" >>log
+case "$*" in
+*"pip wheel"*) mkdir -p dist && touch dist/kvtier-cp311.whl dist/kvtier-none-any.whl ;;
+*"pip install"*) mkdir -p build/compiled && test ! -e broken ;;
+-VV) cat version ;;
+esac
+"""
+
+
+def test_what_is_compiled_is_compiled_again_when_it_would_be_another_build_and_only_then(tmp_path: Path) -> None:
+    for file in ("setup.py", "pyproject.toml", "MANIFEST.in", "scripts/stage.py", "scripts/check_compiled.py", "constraints-cpu.txt",
+                 "scripts/make_venv.sh", "version", *(f"{room}/a file.py" for room in ("bench", "io", "kernels", "policies", "pools",
+                                                                                      "tiering", "src"))):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(file)
+    (tmp_path / "Makefile").symlink_to(ROOT / "Makefile")
+    (python := tmp_path / "venv/bin/python").parent.mkdir(parents=True)
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    (tmp_path / "venv/.installed").touch()
+
+    def compiles(*more: str, code: int = 0) -> bool:
+        (tmp_path / "log").write_text("")
+        around = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+        done = subprocess.run(["make", "compiled", "VENV=venv", *more], cwd=tmp_path, env=around,
+                              capture_output=True, text=True, timeout=60, check=False)
+        assert bool(done.returncode) is bool(code), done.stderr
+        return "pip wheel" in (tmp_path / "log").read_text()
+
+    assert not compiles("-n")
+    assert compiles()
+    assert not compiles()
+    for change in (lambda: (tmp_path / "tiering/a file.py").write_text("another"), lambda: (tmp_path / "io/a file.py").unlink(),
+                   lambda: (tmp_path / "io/new.py").touch(), lambda: (tmp_path / "version").write_text("Python 3.12"),
+                   lambda: shutil.rmtree(tmp_path / "build")):
+        change()
+        assert compiles()
+        assert not compiles()
+    (tmp_path / "bench/__pycache__").mkdir()
+    (tmp_path / "bench/__pycache__/a.pyc").touch()
+    assert not compiles()
+    (tmp_path / "setup.py").write_text("another")
+    (tmp_path / "broken").touch()
+    assert compiles(code=2)
+    (tmp_path / "broken").unlink()
+    assert compiles(), "what was not finished counts for nothing"
+
+
 def test_an_ordinary_build_has_no_extension_modules() -> None:
     code = ("import sys, setuptools; setuptools.setup = lambda **given: sys.exit(bool(given['ext_modules']))\n"
             "import runpy; runpy.run_path('setup.py')")

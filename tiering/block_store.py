@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.io.direct_row import DirectRow
-
-if TYPE_CHECKING:
-    from kvtier.io.nvme_store import BlockWrite
+from kvtier.io.store_messages import BlockWrite
 
 
 class BlockStore(Protocol):

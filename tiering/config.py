@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal, TypeGuard
+from typing import Annotated, Any, Final, Literal, Self, TypeGuard
 
 from pydantic import (
     Field,
@@ -21,9 +21,11 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
@@ -47,7 +49,8 @@ from kvtier.tiering.config_sources import (
 
 Sizes = str | list[str]
 """A size for every group, or a list with one per group; see ``kvtier.pools.sizing``."""
-Priority = Annotated[int, Field(ge=0, le=100)]
+Priority = Annotated[int, Field(ge=0, le=100), WithJsonSchema(
+    {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 100}, {"type": "string", "enum": [*LEVELS]}]})]
 
 
 class TierConfig(BaseSettings):
@@ -162,12 +165,13 @@ class TierConfig(BaseSettings):
     """Look at the order of all copies, file operations and steps a second time (LedgerError where nothing orders two uses of a slot), and
     fill blocks with a pattern before the step that first writes into them. An engine then writes into blocks within ``step`` only."""
 
-    faults: InstanceOf[Faults] | None = None
+    faults: Annotated[InstanceOf[Faults] | None, WithJsonSchema(
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]})] = None
     """Failures on demand, to try what they cost: rules such as ``"nvme.read.bit_flip=0.01, secondary.copy.delay=0.1:5ms*20"`` (see
     ``kvtier.io.fault_text``), as text or as a list; in code also a ``Faults``. Never in production: they really happen."""
-    clock: Callable[[], float] = time.monotonic
+    clock: SkipJsonSchema[Callable[[], float]] = time.monotonic
     """Seconds that only go forward; a keyword only."""
-    allreduce_min: Callable[[list[int]], list[int]] | None = None
+    allreduce_min: SkipJsonSchema[Callable[[list[int]], list[int]] | None] = None
     """With several ranks: takes this rank's numbers and returns, element by element, the least of all ranks. Every rank calls it while
     its tier is made, so that all have the same number of blocks. A keyword only."""
 
@@ -184,6 +188,15 @@ class TierConfig(BaseSettings):
         """
         with reading_file(expand_path(path, "config file")):
             return cls(**overrides)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As pydantic's, but ``update`` is checked as keywords are. Raises ConfigError."""
+        copied = super().model_copy(deep=deep)
+        if not update:
+            return copied
+        changed = type(self)(**{key: getattr(copied, key) for key in type(self).model_fields} | dict(update))
+        changed._sources = self._sources | {key: changed._sources[key] for key in update if key in changed._sources}
+        return changed
 
     @property
     def sources(self) -> Mapping[str, str]:

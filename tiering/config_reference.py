@@ -7,30 +7,25 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, create_model
 from pydantic.fields import FieldInfo
 
-from kvtier.policies.retention import LEVELS
 from kvtier.pools.pool_index import LEVEL_NAMES
 from kvtier.pools.sizing import SizeKind, format_bytes, parse_sizes
-from kvtier.tiering.config import Priority, TierConfig
+from kvtier.tiering.config import TierConfig
 from kvtier.tiering.config_names import OTHER_NAMES
 from kvtier.tiering.config_sources import KEYWORD_ONLY
 
 _WIDTH: Final = 110
-_PRIORITY_FORM: Final = Priority | Literal[tuple(LEVELS)]
-_TEXT_FORMS: Final[dict[str, Any]] = {"faults": str | list[str] | None, "secondary_offload_min_priority": _PRIORITY_FORM,
-                                      "nvme_offload_min_priority": _PRIORITY_FORM}
-"""Settings for which files may have a text that is something else in code."""
 
 
 def json_schema() -> dict[str, object]:
     """JSON Schema of a configuration file: keys, types, limits and meaning. Sizes, rates and paths are text there; what they may say, and
     which settings contradict each other, ``kvtier config check`` knows.
     """
-    fields: dict[str, Any] = {key: (_TEXT_FORMS.get(key, field.annotation), field) for key, field in _file_fields()}
+    fields: dict[str, Any] = {key: (field.annotation, field) for key, field in _file_fields()}
     for name, other in OTHER_NAMES.items():
         description = f"TensorRT-LLM's name: {other.meaning}. Here: {other.key}"
         fields[name] = (float | None if "share" in other.meaning else int | str | None, FieldInfo(default=None, description=description))

@@ -116,8 +116,7 @@ class CopyBatch:
 
     def submitted(self, sequence: int, event: Event) -> None:
         """The next piece is on the stream."""
-        number = len(self.pieces)
-        self.pieces.append(Piece((self.layer_ends[number - 1] if number else 0, self.layer_ends[number]), sequence, event))
+        self.pieces.append(Piece(self._span(len(self.pieces)), sequence, event))
 
     def piece_with(self, num_layers: int) -> Piece | None:
         """The piece that brings the last of the first ``num_layers`` layers; None for no layer."""
@@ -149,7 +148,7 @@ class CopyBatch:
                     for call in self._calls[number]:
                         call()
                 elif len(self.layer_ends) > 1:
-                    self.copier.copy(self._pairs, layers=self._layers_of(number))
+                    self.copier.copy(self._pairs, layers=self._span(number))
                 else:
                     self.copier.copy(self._pairs, self._num_tokens)
             except Exception as error:
@@ -159,10 +158,13 @@ class CopyBatch:
                     node.error = error
         self.seconds += time.perf_counter() - start
 
-    def _layers_of(self, number: int) -> Layers | None:
-        if len(self.layer_ends) == 1:
-            return None
+    def _span(self, number: int) -> Layers:
+        """The layers of one piece."""
         return (self.layer_ends[number - 1] if number else 0, self.layer_ends[number])
+
+    def _layers_of(self, number: int) -> Layers | None:
+        """The same for a copier: None for whole blocks."""
+        return None if len(self.layer_ends) == 1 else self._span(number)
 
     def _without_failures(self) -> tuple[list[tuple[int, int]], list[TransferNode]]:
         """What can be copied: slots, and their nodes. The others get their errors."""

@@ -13,17 +13,16 @@ import torch
 
 from kvtier.errors import ConfigError, RequestError, TransferError
 from kvtier.io.block_writer import RUN_BYTES
+from kvtier.io.collector import collector_paused
 from kvtier.io.device import Device, open_device
-from kvtier.io.manifest import collector_paused
 from kvtier.io.rank_directories import occupied_by_ranks, prepare_rank_directory, rank_directory
 from kvtier.io.store_directory import occupied_bytes, unusable, why_not_written
 from kvtier.pools.group_pools import open_group_pools
 from kvtier.pools.host_memory import free_disk_bytes, host_memory
 from kvtier.pools.layout import KVLayout
-from kvtier.pools.nvme_geometry import NvmeGeometry
 from kvtier.pools.pool_index import NVME, level_of
 from kvtier.pools.rank_sizes import minimum_over_ranks
-from kvtier.pools.sizing import FreeSpace, PoolSizes, parse_sizes, resolve_sizes, warn_of_unread_levels
+from kvtier.pools.sizing import FreeSpace, PoolSizes, nvme_geometries, parse_sizes, resolve_sizes, warn_of_unread_levels
 from kvtier.tiering import arguments
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.debug_path import DebugPath
@@ -31,7 +30,7 @@ from kvtier.tiering.direct_path import open_direct_path, require_possible
 from kvtier.tiering.event_queue import EventQueue
 from kvtier.tiering.event_stream import EventStream
 from kvtier.tiering.ledger.events import Event
-from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupSpec
+from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupSpec, checked_group
 from kvtier.tiering.ledger.invariants import verify
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.moves import Discard, Move
@@ -95,7 +94,7 @@ class TierCore(LockedTier[Ledger]):
                                              write_bytes_per_second=config.nvme_write_bytes_per_second,
                                              layer_pieces=config.layer_pieces)
             undo.callback(self.transfers.close, 1.0)
-            self._statistics = StatisticsRecorder(self._ledger, self._ledger.allocators)
+            self._statistics = StatisticsRecorder(self._ledger)
             self._totals = self._statistics.totals
             can_split = all(geometry.kind in (FULL, CROSS) for geometry in self._ledger.geometries)
             self._loading = LoadDecider(self._load_meter, config.load_decision == "auto", can_split)
@@ -156,8 +155,9 @@ class TierCore(LockedTier[Ledger]):
             gds = replace(gds, read_blocks=store.gds_read_blocks, written_blocks=store.gds_written_blocks, detours=store.gds_detours)
         with self.locked():
             faults = self.config.faults.counts() if self.config.faults is not None else {}
-            return self._statistics.stats(self._events.dropped, self._prefill_rate, faults, gds, loading=self._loading.stats(),
-                                          prefetch=self._prefetched, store=store, copy_paths=self.transfers.copy_paths)
+            return self._statistics.stats(dropped_events=self._events.dropped, prefill_tokens_per_second=self._prefill_rate, faults=faults,
+                                          gds=gds, loading=self._loading.stats(), prefetch=self._prefetched, store=store,
+                                          copy_paths=self.transfers.copy_paths)
 
     def iteration_stats(self) -> IterationStats:
         """What was counted between the last two calls of :meth:`refresh`, and the levels at the second one."""
@@ -216,9 +216,7 @@ class TierCore(LockedTier[Ledger]):
 
     def _check_group(self, group: int) -> None:
         """Raise RequestError unless the layout has a group of this number."""
-        if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(self.layout.groups):
-            last = len(self.layout.groups) - 1
-            raise RequestError(f"group={group!r}: this layout has " + (f"groups 0..{last}" if last else "one group, numbered 0"))
+        checked_group(group, len(self.layout.groups))
 
     def _close_pools(self) -> None:
         for pools in self.pools:
@@ -288,8 +286,7 @@ class TierCore(LockedTier[Ledger]):
         assert config.nvme_directory is not None
         directory = prepare_rank_directory(config.nvme_directory, config.rank, config.num_ranks)
         namespace = store_namespace(self.layout, self.model, config.rank, config.num_ranks)
-        geometries = [NvmeGeometry(group.block_bytes, count) for group, count in zip(self.layout.groups, sizes.nvme, strict=True)]
-        store = self._open_nvme(directory, namespace, geometries)
+        store = self._open_nvme(directory, namespace, nvme_geometries(self.layout, sizes))
         self._ledger.adopt_store(store.stored_blocks(), store.quarantined())
 
 

@@ -10,20 +10,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvtier.errors import ConfigError
 from kvtier.io import gds_probe
+from kvtier.io.gds import GdsPath, open_gds
 from kvtier.io.gds_driver import GdsUnavailable
 from kvtier.io.gds_probe import NvmePath
+from kvtier.io.nvme_store import NvmeStore
 from kvtier.pools.nvme_geometry import NvmeGeometry
 from kvtier.pools.sizing import parse_size
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.direct_writes import WRITE_ROWS
-
-if TYPE_CHECKING:
-    from kvtier.io.gds import GdsPath
-    from kvtier.io.nvme_store import NvmeStore
 
 _log = logging.getLogger(__name__)
 
@@ -83,8 +81,6 @@ def open_direct_path(config: TierConfig, device: str, store: NvmeStore | None, s
 
 
 def _open(paths: Sequence[Path], geometries: Sequence[NvmeGeometry], config: TierConfig, device: str, staging_blocks: int) -> GdsPath:
-    from kvtier.io.gds import open_gds
-
     return open_gds(paths, geometries, int(device.partition(":")[2] or 0), staging_blocks + WRITE_ROWS, config.gds_threads,
                     int(parse_size(config.gds_task_size, "gds_task_size").amount))
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from kvtier.errors import TransferError
+from kvtier.io.store_messages import BlockWrite
 from kvtier.io.streams import Event
 from kvtier.pools.pool_index import slot_of
 from kvtier.tiering.staging import DirectStaging
 from kvtier.tiering.transfer_graph import TransferNode
-
-if TYPE_CHECKING:
-    from kvtier.io.nvme_store import BlockWrite
 
 WRITE_ROWS: Final = 4
 """Rows of each group that writes have to themselves, so that a store never keeps a load waiting."""
@@ -94,8 +92,6 @@ class DirectWrites:
         return staged
 
     def _item(self, node: TransferNode, row: int) -> BlockWrite:
-        from kvtier.io.nvme_store import BlockWrite
-
         move = node.move
         assert move is not None
         return BlockWrite(group=node.group, slot=slot_of(move.destination), key=move.key, data=self._rows[node.group].target(row),

@@ -14,7 +14,6 @@ import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Final
 
@@ -26,10 +25,10 @@ from kvtier.io.gds_probe import MEMORY_FILE_SYSTEMS, NO_GDS_FILE_SYSTEMS, obstac
 from kvtier.io.rank_directories import occupied_by_ranks, rank_directory, require_root
 from kvtier.pools.host_memory import free_disk_bytes, host_memory, memlock_limit, mount_of, shared_memory, usable_cpus
 from kvtier.pools.sizing import SizeKind, format_bytes, parse_sizes
+from kvtier.tiering.build import host_copy_failure, is_compiled
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.config_reference import settings_as_json, sizes_in_words
 from kvtier.tiering.config_sources import expand_path
-from kvtier.tiering.ledger import ledger
 
 _SMALL_SHARED_MEMORY: Final = 1 << 30
 
@@ -167,18 +166,13 @@ def _copies(gpu: Finding) -> Finding:
 
 
 def _kvtier() -> Finding:
-    """Which of the two wheels this is, and whether its module in C can be loaded; without importing torch."""
+    """Which of the two wheels this is, and whether its module in C can be loaded."""
     version = kvtier.__version__
-    if str(ledger.__file__).endswith(".py"):
+    if not is_compiled():
         return Finding("kvtier", Status.OK, f"{version}, plain Python")
-    kernels = importlib.util.find_spec("kvtier.kernels")
-    spec = PathFinder.find_spec("host_copy", kernels.submodule_search_locations if kernels is not None else None)
-    try:
-        if spec is None:
-            raise ImportError("kvtier.kernels.host_copy is missing")
-        importlib.util.module_from_spec(spec)
-    except ImportError as error:
-        return Finding("kvtier", Status.WARN, f"{version}, compiled, but copies on the host are library calls: {error}",
+    failure = host_copy_failure()
+    if failure is not None:
+        return Finding("kvtier", Status.WARN, f"{version}, compiled, but copies on the host are library calls: {failure}",
                        "install the compiled wheel of this platform again")
     return Finding("kvtier", Status.OK, f"{version}, compiled")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier.errors import RequestError
 from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.group import checked_group
 from kvtier.tiering.ledger.sequence import ActiveSequence
 from kvtier.tiering.ledger.sequence import Lease as LedgerLease
 
@@ -61,9 +61,7 @@ class Lease:
 
     def _row(self, group: int) -> list[Block]:
         rows = self._lease.rows
-        if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(rows):
-            raise RequestError(f"group={group!r}: this layout has groups 0..{len(rows) - 1}")
-        return rows[group]
+        return rows[checked_group(group, len(rows))]
 
     def release(self) -> None:
         """Let go. RequestError when it was released before."""

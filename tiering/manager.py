@@ -6,7 +6,7 @@ import threading
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -28,8 +28,6 @@ from kvtier.tiering.ledger.truncating import truncate
 from kvtier.tiering.planning import Planning, as_request
 from kvtier.tiering.prefetching import Prefetching
 from kvtier.tiering.progress_watch import ProgressWatch
-
-STEP_TIMEOUT: Final = 60.0  # seconds a step waits for copies between memories, which take milliseconds
 
 
 class KVCacheManager(Drafting, Planning, Prefetching):

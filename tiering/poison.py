@@ -34,7 +34,6 @@ class Poison:
         self._pools = pools
         self._geometries = geometries
         self._seen: dict[tuple[int, int], int] = {}  # by group and slot: the generation that was looked at
-        self.num_filled = 0
         self.lock = threading.Lock()
 
     def unwritten(self, sequence: ActiveSequence) -> list[tuple[int, list[int]]]:
@@ -65,6 +64,5 @@ class Poison:
         """Fill them: nobody else's, because their sequences are in a step. The caller has ordered the engine behind whatever still used
         their slots."""
         for group, slots in unwritten:
-            self.num_filled += len(slots)
             for section in self._pools[group].primary.sections:
                 section.rows[slots] = PATTERN

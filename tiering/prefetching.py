@@ -7,6 +7,7 @@ blocks where they are going to be, and its copies stand behind the reads under w
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import logging
 import threading
@@ -39,7 +40,6 @@ LOOK_UP: Final = 0.05
 
 KEPT_SECONDS: Final = 30.0
 """How long what was raised is not given up for another prefetch."""
-
 
 MOST_AT_ONCE: Final = 16
 """Blocks begun while the ledger's lock is held once: whoever waits for it waits for no more."""
@@ -97,7 +97,6 @@ class Prefetch:
             raise TimeoutError(f"prefetch: not over after {timeout} s; wait again, or cancel() it") from None
 
     def __await__(self) -> Generator[Any, None, PrefetchState]:
-        import asyncio
         return asyncio.shield(asyncio.wrap_future(self._future)).__await__()
 
     def __repr__(self) -> str:
@@ -252,7 +251,8 @@ class Prefetching(TierCore):
             self._prefetch_wake.clear()
 
     def _carry_on(self, ledger: Ledger) -> bool:
-        """Begin what may be begun now, the oldest prefetch first. Returns whether that was all for the sake of others only."""
+        """Begin what may be begun now, the oldest prefetch first. Returns whether it stopped only to let others have the lock: then there
+        may be more to begin at once."""
         now = self._clock()
         for kept in self._kept:
             kept.forget_older(now)

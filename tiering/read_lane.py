@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from kvtier.io.copiers import DIRECT
+from kvtier.io.direct_file import Buffer
 from kvtier.io.incident import Incident
 from kvtier.pools.pool_index import PoolIndex, slot_of
 from kvtier.tiering.block_store import BlockStore
@@ -21,9 +22,6 @@ from kvtier.tiering.hang_watch import HangWatch
 from kvtier.tiering.run_queue import RunQueue
 from kvtier.tiering.staging import DirectStaging, Staging, StagingPool
 from kvtier.tiering.transfer_graph import TransferNode
-
-if TYPE_CHECKING:
-    from kvtier.io.direct_file import Buffer
 
 _log = logging.getLogger(__name__)
 

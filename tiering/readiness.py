@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from kvtier.tiering.ledger.confirming import awaited_slots
 from kvtier.tiering.ledger.ledger import Ledger
 from kvtier.tiering.ledger.sequence import ActiveSequence
 from kvtier.tiering.step import Step, leading_layers
+from kvtier.tiering.transfer_waiting import deadline_of, seconds_left
 
 STEP_TIMEOUT: Final = 60.0  # seconds a step waits for copies between memories, which take milliseconds
 
@@ -53,15 +53,15 @@ class Readiness(TierCore):
             ConfigError: the layout has no such layer.
         """
         num_layers = leading_layers(self.layout, layer)
-        deadline = None if timeout is None else time.monotonic() + arguments.seconds("timeout", timeout)
+        deadline = deadline_of(None if timeout is None else arguments.seconds("timeout", timeout))
         while True:
             valid = self._ready_now(request_id, num_layers)
             if valid is not None:
                 return valid
             with self.locked() as ledger:
                 indices = _indices(ledger, ledger.sequence(request_id))
-            if not all(self.transfers.wait(group, row, _left(deadline), num_layers[group])
-                       and self.transfers.wait_for_files(group, row, _left(deadline)) for group, row in enumerate(indices)):
+            if not all(self.transfers.wait(group, row, seconds_left(deadline), num_layers[group])
+                       and self.transfers.wait_for_files(group, row, seconds_left(deadline)) for group, row in enumerate(indices)):
                 self._require_open()
                 raise TimeoutError(f"request {request_id}: not ready after {timeout} s; wait again, or remove the sequence")
 
@@ -240,10 +240,6 @@ class Readiness(TierCore):
 
     def _waits_for_files(self, indices: Indices) -> bool:
         return any(self.transfers.pending_files(group, row) for group, row in enumerate(indices))
-
-
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
 
 
 def _indices(ledger: Ledger, sequence: ActiveSequence) -> Indices:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from kvtier.errors import TransferError
 from kvtier.io.copiers import DIRECT, Copier, open_copiers
 from kvtier.io.copy_tools import copy_tools
 from kvtier.io.cuda_stream import load_cuda
+from kvtier.io.gds import GdsPath
 from kvtier.pools.group_pools import GroupMemory
 from kvtier.pools.pool_index import LEVEL_NAMES, NVME, PRIMARY, SECONDARY, PoolIndex, level_of
 from kvtier.tiering.debug_path import DebugPath
@@ -16,9 +16,6 @@ from kvtier.tiering.direct_writes import WRITE_ROWS
 from kvtier.tiering.ledger.moves import Move
 from kvtier.tiering.staging import DirectStaging, Staging, StagingPool
 from kvtier.tiering.transfer_graph import TransferNode, Work
-
-if TYPE_CHECKING:
-    from kvtier.io.gds import GdsPath
 
 
 class Routes:

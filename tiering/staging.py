@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from kvtier.io.direct_file import Buffer
 from kvtier.io.direct_row import DirectRow
+from kvtier.io.gds import GdsGroup
 from kvtier.pools.host_arena import HostArena
-
-if TYPE_CHECKING:
-    from kvtier.io.gds import GdsGroup
 
 
 class Staging:

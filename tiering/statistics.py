@@ -365,11 +365,12 @@ def collect_priorities(allocators: Sequence[BlockAllocator]) -> dict[Level, dict
 
 def total_levels(groups: Sequence[GroupStats]) -> tuple[LevelStats, LevelStats, LevelStats]:
     """The three levels, added up over groups."""
-    return (_total([group.primary for group in groups]), _total([group.secondary for group in groups]),
-            _total([group.nvme for group in groups]))
+    return (total_level([group.primary for group in groups]), total_level([group.secondary for group in groups]),
+            total_level([group.nvme for group in groups]))
 
 
-def _total(levels: Sequence[LevelStats]) -> LevelStats:
+def total_level(levels: Sequence[LevelStats]) -> LevelStats:
+    """One level, added up over groups."""
     if len(levels) == 1:
         return levels[0]
     return LevelStats(*[sum([getattr(level, field.name) for level in levels]) for field in fields(LevelStats)])
@@ -377,13 +378,7 @@ def _total(levels: Sequence[LevelStats]) -> LevelStats:
 
 def collect_request(ledger: Ledger, sequence: ActiveSequence) -> RequestStats:
     """What one sequence got."""
-    tokens_per_block = ledger.tokens_per_block
-    partial = len(ledger.prefix_groups) if sequence.prepopulated % tokens_per_block else 0  # a prefix has one block in each group
-    hits = [0] * NUM_LEVELS
-    if sequence.delivered:
-        left = sequence.valid
-        for level in sequence.origin_levels:
-            hits[level] += max(min(left, tokens_per_block), 0)
-            left -= tokens_per_block
+    partial = len(ledger.prefix_groups) if sequence.prepopulated % ledger.tokens_per_block else 0  # a prefix has one block in each group
+    hits = PerLevel(*sequence.hits()[0]) if sequence.delivered else PerLevel()
     return RequestStats(sequence.id, sequence.total_blocks, sequence.new_blocks, sequence.reused_blocks - partial, partial,
-                        sequence.missed_blocks, sequence.prepopulated, sequence.delivered, PerLevel(*hits))
+                        sequence.missed_blocks, sequence.prepopulated, sequence.delivered, hits)

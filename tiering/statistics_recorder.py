@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Final
 
 from kvtier.io.store_messages import NvmeStats
 from kvtier.tiering.ledger.allocator import BlockAllocator
@@ -40,8 +38,6 @@ from kvtier.types import Level
 
 logger = logging.getLogger(__name__)
 
-NO_GDS: Final = GdsStats("none", "there is no NVMe level")
-
 
 class UsagePeaks:
     """The most primary blocks in use since ``restart``: of each group, and of all together. Other levels have none in use."""
@@ -71,19 +67,17 @@ class StatisticsRecorder:
     """What the manager knows beyond the ledger's counters. ``totals`` and ``times`` are added to as Moves finish.
 
     Args:
-        allocators: one for each group.
         balances: who watches the traffic of which level; by default both lower levels where they have blocks.
     """
 
-    def __init__(self, ledger: Ledger, allocators: Sequence[BlockAllocator], balances: Sequence[TransferBalance] | None = None) -> None:
+    def __init__(self, ledger: Ledger, balances: Sequence[TransferBalance] | None = None) -> None:
         self.totals = TransferTotals()
         self.times = TransferTimes()
         self._ledger = ledger
-        self._allocators = allocators
-        self._peaks = UsagePeaks(allocators)
+        self._peaks = UsagePeaks(ledger.allocators)
         if balances is None:
             balances = [TransferBalance(level) for level in (Level.SECONDARY, Level.NVME)
-                        if any(allocator.num_blocks[level] for allocator in allocators)]
+                        if any(allocator.num_blocks[level] for allocator in ledger.allocators)]
         self._balances = balances
         self._counters = collect_counters(ledger, self.totals)  # when the last iteration ended
         self._iteration: Callable[[], IterationStats]
@@ -107,7 +101,7 @@ class StatisticsRecorder:
     def _begin_next(self) -> TierCounters:
         self._peaks.note()
         before, now = self._counters, collect_counters(self._ledger, self.totals)
-        groups, peaks, total_peak = collect_groups(self._allocators), self._peaks.groups, self._peaks.total
+        groups, peaks, total_peak = collect_groups(self._ledger.allocators), self._peaks.groups, self._peaks.total
         self._iteration = lambda: _iteration(since(now, before), groups, peaks, total_peak)  # few ask: made when somebody does
         self._counters = now
         self._peaks.restart()
@@ -118,14 +112,13 @@ class StatisticsRecorder:
         """What to change, as long as transfers are out of balance."""
         return "; ".join([balance.advice for balance in self._balances if balance.advice is not None]) or None
 
-    def stats(self, dropped_events: int, prefill_tokens_per_second: float | None, faults: Mapping[str, int] = MappingProxyType({}),
-              gds: GdsStats = NO_GDS, *, loading: LoadStats, prefetch: PrefetchStats, store: NvmeStats | None = None,
-              copy_paths: Mapping[str, str] = MappingProxyType({})) -> Stats:
-        """Everything counted since the start, and what the levels hold now."""
-        groups = collect_groups(self._allocators)
+    def stats(self, *, dropped_events: int, prefill_tokens_per_second: float | None, faults: Mapping[str, int], gds: GdsStats,
+              loading: LoadStats, prefetch: PrefetchStats, store: NvmeStats | None, copy_paths: Mapping[str, str]) -> Stats:
+        """Everything counted since the start, and what the levels hold now. Arguments: what others count, by the names of ``Stats``."""
+        groups = collect_groups(self._ledger.allocators)
         primary, secondary, nvme = total_levels(groups)
         return Stats(**vars(collect_counters(self._ledger, self.totals)), primary=primary, secondary=secondary, nvme=nvme, groups=groups,
-                     priorities=collect_priorities(self._allocators), move_seconds=self.times.durations(),
+                     priorities=collect_priorities(self._ledger.allocators), move_seconds=self.times.durations(),
                      move_wait_seconds=self.times.waits(), store=store, leases=len(self._ledger.leases),
                      sequences=len(self._ledger.sequences), dropped_events=dropped_events,
                      prefill_tokens_per_second=prefill_tokens_per_second, advice=self.advice, faults=faults, gds=gds, loading=loading,

@@ -19,6 +19,7 @@ from kvtier.errors import RequestError
 from kvtier.policies.retention import DEFAULT_PRIORITY, check_duration, check_priority, priority_of
 from kvtier.pools.pool_index import slot_of
 from kvtier.tiering import arguments
+from kvtier.tiering.ledger.group import checked_group
 from kvtier.tiering.ledger.key_events import KeyEvent
 from kvtier.tiering.ledger.key_finding import HIT, MISS, PENDING, RETRY
 from kvtier.tiering.ledger.key_jobs import KeyRequest, RequestId
@@ -284,8 +285,7 @@ class TierIndex(TierIndexCore):
         return Lookup(answer.num_hits, _STATES[answer.state], num_nvme)
 
     def _checked_keys(self, keys: Sequence[bytes], group: int) -> list[bytes]:
-        if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(self.layout.groups):
-            raise RequestError(f"group={group!r}: this layout has groups 0..{len(self.layout.groups) - 1}")
+        checked_group(group, len(self.layout.groups))
         return arguments.content_keys(keys)
 
 
@@ -298,8 +298,6 @@ def _checked_priority(priority: int | str) -> int:
 def _check_request(request_id: object) -> None:
     if isinstance(request_id, bool) or not isinstance(request_id, int | str):
         raise RequestError(f"request_id={request_id!r}: a request is named by a text or a whole number")
-
-
 
 
 def _check_job(job_id: object, ledger: KeyLedger) -> None:

@@ -12,9 +12,9 @@ from typing import Final
 
 from kvtier.errors import ConfigError, KVTierError, TransferError
 from kvtier.io.block_writer import RUN_BYTES
+from kvtier.io.collector import collector_paused
 from kvtier.io.device import open_device
 from kvtier.io.job_board import MAX_JOBS
-from kvtier.io.manifest import collector_paused
 from kvtier.io.shared_arena import SharedArena
 from kvtier.pools.group_pools import HostPools
 from kvtier.pools.nvme_geometry import HEADER_BYTES, NvmeGeometry

@@ -10,7 +10,7 @@ from kvtier.errors import ConfigError
 from kvtier.io.shared_arena import ArenaShape
 from kvtier.pools.host_arena import ALIGNMENT
 from kvtier.pools.page_layout import PageLayout
-from kvtier.pools.sizing import SizeKind, check_group_shares, format_bytes, parse_sizes
+from kvtier.pools.sizing import SizeKind, format_bytes, parse_sizes, parts_of_groups
 from kvtier.tiering.config import TierConfig
 
 _OF_THE_ENGINE: Final = ("primary", "max_tokens", "chunk_size", "window_scratch_blocks", "request_directory_root", "allreduce_min",
@@ -71,13 +71,13 @@ def level_slots(layout: PageLayout, config: TierConfig, name: str, header_bytes:
     given = getattr(config, name)
     sizes = parse_sizes(given, name)
     count = len(layout.groups)
-    shares = _shares(config, count)
-    if isinstance(given, list) and len(sizes) != count:
+    shares = parts_of_groups(config.group_shares, count)
+    is_own = isinstance(given, list)  # a size for each group
+    if is_own and len(sizes) != count:
         raise ConfigError(f"{name}={given!r}: {len(sizes)} sizes for {count} groups of pages; give one for all, not in a list, or one for "
                           "each")
     slots: list[int] = []
     for number, group in enumerate(layout.groups):
-        is_own = isinstance(given, list)
         size = sizes[number] if is_own else sizes[0]
         slot_bytes = -(-layout.blocks[number].block_bytes // ALIGNMENT) * ALIGNMENT + header_bytes
         if size.kind is SizeKind.SHARE:
@@ -88,18 +88,8 @@ def level_slots(layout: PageLayout, config: TierConfig, name: str, header_bytes:
         else:
             slots.append(int(size.amount * (1 if is_own else shares[number])) // slot_bytes)
         if not slots[-1] and (size.amount or name == "secondary"):
-            part = f" for {shares[number]:.0%} of it" if not is_own and count > 1 and size.kind is SizeKind.BYTES else ""
+            part = f" for {float(shares[number]):.0%} of it" if not is_own and count > 1 and size.kind is SizeKind.BYTES else ""
             each = f"{format_bytes(group.rank_bytes)} on each of {layout.copies} ranks, {format_bytes(slot_bytes)} in total"
             raise ConfigError(f"{name}={size.text!r}: too little{part}; one block of group {number} takes {each}; raise {name}=... (it is "
                               "of all ranks together)")
     return tuple(slots)
-
-
-def _shares(config: TierConfig, count: int) -> list[float]:
-    if config.group_shares is None:
-        return [1 / count] * count
-    check_group_shares(config.group_shares)
-    if len(config.group_shares) != count:
-        raise ConfigError(f"group_shares={config.group_shares}: {len(config.group_shares)} shares for {count} groups of pages; give one "
-                          "for each")
-    return [share / sum(config.group_shares) for share in config.group_shares]

@@ -9,7 +9,7 @@ from typing import Final
 from kvtier.pools.pool_index import NVME, SECONDARY
 from kvtier.tiering.ledger.key_ledger import KeyLedger
 from kvtier.tiering.ledger.keyed_level import KeyedLevel
-from kvtier.tiering.statistics import LevelStats, PerLevel, Route
+from kvtier.tiering.statistics import LevelStats, PerLevel, Route, total_level
 from kvtier.types import Level
 
 _UP: Final[Route] = (Level.NVME, Level.SECONDARY)
@@ -129,7 +129,7 @@ def collect(ledger: KeyLedger, totals: FileTotals, takes_writes: bool) -> TierSt
     groups = tuple(KeyGroupStats(level.group, level_stats(level, SECONDARY), level_stats(level, NVME)) for level in ledger.allocators)
     counters = ledger.counters
     return TierStats(
-        secondary=_total([group.secondary for group in groups]), nvme=_total([group.nvme for group in groups]), groups=groups,
+        secondary=total_level([group.secondary for group in groups]), nvme=total_level([group.nvme for group in groups]), groups=groups,
         hit_blocks=PerLevel(0, counters.hit_blocks[SECONDARY], counters.hit_blocks[NVME]),
         missed_blocks=counters.missed, stored_blocks=ledger.stored_blocks, loaded_blocks=ledger.loaded_blocks,
         known_blocks=ledger.known_blocks, refused_blocks=ledger.refused_blocks,
@@ -149,8 +149,3 @@ def level_stats(level: KeyedLevel, place: int) -> LevelStats:
     busy = level.num_unusable(place)
     return LevelStats(level.num_blocks[place], free, level.num_blocks[place] - free - busy, busy, level.queues.evictable[place],
                       level.queues.backing_count(place))
-
-
-def _total(levels: list[LevelStats]) -> LevelStats:
-    return LevelStats(*(sum(values) for values in zip(*((level.max_blocks, level.free_blocks, level.used_blocks, level.busy_blocks,
-                                                         level.evictable_blocks, level.backing_blocks) for level in levels), strict=True)))

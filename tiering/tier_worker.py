@@ -26,6 +26,7 @@ from kvtier.io.shared_arena import SharedArena
 from kvtier.io.streams import Event
 from kvtier.tiering import arguments
 from kvtier.tiering.copy_batch import FaultPoint
+from kvtier.tiering.ledger.group import checked_group
 from kvtier.tiering.tier_messages import WorkerResult
 from kvtier.tiering.tier_plan import TierPlan
 from kvtier.types import Level
@@ -308,8 +309,7 @@ class TierWorker:
         layout = self.plan.layout
         if isinstance(job_id, bool) or not isinstance(job_id, int) or not 0 <= job_id < 1 << 62:
             raise RequestError(f"job_id={job_id!r}: pass the job_id of a plan")
-        if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(layout.groups):
-            raise RequestError(f"group={group!r}: this layout has groups 0..{len(layout.groups) - 1}")
+        checked_group(group, len(layout.groups))
         num_slots = self.plan.host_slots[group]
         if not len(slots) or min(slots) < 0 or max(slots) >= num_slots or (is_store and len(set(slots)) != len(slots)):
             raise RequestError(f"job {job_id}: slots={list(slots)[:8]}: pass the plan's, for a store different ones of 0..{num_slots - 1}")

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvtier.errors import ConfigError, TransferError
 from kvtier.io.copiers import DIRECT
 from kvtier.io.device import Device
+from kvtier.io.gds import GdsPath
 from kvtier.io.incident import Incident
 from kvtier.io.streams import Event
 from kvtier.pools.group_pools import GroupMemory
@@ -36,11 +37,6 @@ from kvtier.tiering.routes import Routes
 from kvtier.tiering.transfer_graph import NodeState, TransferNode, Work
 from kvtier.tiering.transfer_results import CompletionQueue, MoveResult, TransferCounters
 from kvtier.tiering.transfer_waiting import TransferWaiting
-
-if TYPE_CHECKING:
-    from kvtier.io.gds import GdsPath
-
-__all__ = ["MoveResult", "TransferCounters", "TransferManager"]
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from kvtier.types import Level
 
 WINDOW: Final = 1024          # iterations
 MIN_BLOCKS: Final = 4096      # in the larger direction, within the window
-MAX_RATIO: Final = 4.0
+MAX_RATIO: Final = 4.0        # of the larger direction to the smaller one
 END_RATIO: Final = 2.0        # the situation has ended: well below MAX_RATIO, so that it does not begin and end in turns
 BUSY_SHARE: Final = 1 / 16    # of the window's iterations move something: one burst is no lasting situation
 
@@ -37,15 +37,13 @@ class TransferBalance:
         level: the lower level, ``Level.SECONDARY`` or ``Level.NVME``.
         window: iterations looked at; nothing is said before so many have passed.
         min_blocks: blocks that must have moved in the larger direction within the window.
-        max_ratio: how many times the smaller direction the larger one may be.
     """
 
-    def __init__(self, level: Level, window: int = WINDOW, min_blocks: int = MIN_BLOCKS, max_ratio: float = MAX_RATIO) -> None:
+    def __init__(self, level: Level, window: int = WINDOW, min_blocks: int = MIN_BLOCKS) -> None:
         self.level = level
         self.advice: str | None = None
         self._window = window
         self._min_blocks = min_blocks
-        self._max_ratio = max_ratio
         self._iterations: deque[tuple[int, int, int]] = deque()
         self._onboarded = 0
         self._offloaded = 0
@@ -89,7 +87,7 @@ class TransferBalance:
         if direction is self._excess:  # goes on until it is clearly over
             return direction if larger > END_RATIO * smaller and larger * 2 >= self._min_blocks else Excess.NONE
         is_lasting = len(self._iterations) == self._window and self._num_moving >= self._window * BUSY_SHARE
-        return direction if is_lasting and larger >= self._min_blocks and larger > self._max_ratio * smaller else Excess.NONE
+        return direction if is_lasting and larger >= self._min_blocks and larger > MAX_RATIO * smaller else Excess.NONE
 
     def _describe(self) -> str:
         size, threshold = SIZES[self.level], THRESHOLDS[self.level]

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvtier.errors import TransferError
 from kvtier.io.copiers import DIRECT
 from kvtier.io.incident import Incident
+from kvtier.io.store_messages import BlockWrite
 from kvtier.pools.pool_index import PoolIndex, slot_of
 from kvtier.tiering import file_lane
 from kvtier.tiering.block_store import BlockStore
@@ -21,9 +22,6 @@ from kvtier.tiering.direct_writes import DirectWrites
 from kvtier.tiering.file_lane import cancelled, hand_back, hung, take_all
 from kvtier.tiering.hang_watch import HangWatch
 from kvtier.tiering.transfer_graph import TransferNode, Work
-
-if TYPE_CHECKING:
-    from kvtier.io.nvme_store import BlockWrite
 
 _log = logging.getLogger(__name__)
 
@@ -47,9 +45,6 @@ class WriteLane:
 
     def __init__(self, store: BlockStore, secondary: Sequence[npt.NDArray[np.uint8] | None],
                  over: Callable[[list[TransferNode]], None], direct: DirectWrites | None, seconds: Sequence[float]) -> None:
-        # Not at the top: it brings SQLite with it, and a cache without an NVMe level needs none.
-        from kvtier.io.nvme_store import BlockWrite
-        self._block_write = BlockWrite
         self.closing = False
         self.over = over
         self.failed_discards = 0
@@ -215,5 +210,5 @@ class WriteLane:
         rows = self._secondary[node.group]
         assert move is not None
         assert rows is not None
-        return self._block_write(group=node.group, slot=slot_of(move.destination), key=move.key,
+        return BlockWrite(group=node.group, slot=slot_of(move.destination), key=move.key,
                                  data=rows[slot_of(move.source)], priority=move.priority, expiry=move.expiry)

@@ -142,4 +142,4 @@ def _run(measure: Callable[[], Report], name: str, settings: Mapping[str, object
     from kvtier.bench.outputs import Outputs
     outputs = Outputs(json, plot, compare)
     outputs.check(name, settings, directory)
-    raise typer.Exit(outputs.finish(measure()))
+    raise typer.Exit(outputs.run(measure))

@@ -52,13 +52,13 @@ def bench_serve(engine: Annotated[ServedBy, typer.Option(help="Whose engine serv
     """
     if engine is ServedBy.TRANSFORMERS:
         from kvtier.bench import openmp_waiting  # noqa: F401 # isort: skip - before torch is loaded
-    from kvtier.bench.build import is_compiled
+    from kvtier.bench.build import compiled
     from kvtier.bench.outputs import Outputs
     from kvtier.bench.serve import ServePlan, measure_serve
     from kvtier.bench.serve_engine import EngineMaker
     place = folder(directory, "--directory")
     outputs = Outputs(json, plot, compare)
-    outputs.check("serve", {"quick": quick, "compiled": is_compiled()}, place or Path.cwd())
+    outputs.check("serve", {"quick": quick, "compiled": compiled()}, place or Path.cwd())
     maker: EngineMaker
     if engine is ServedBy.VLLM:
         from kvtier.bench.serve_vllm import VllmMaker
@@ -68,4 +68,4 @@ def bench_serve(engine: Annotated[ServedBy, typer.Option(help="Whose engine serv
         maker = TransformersMaker(model, device)
     further = engine is ServedBy.TRANSFORMERS and not quick if more_engines is None else more_engines
     plan = ServePlan.usual(quick, trace, block, speed, further).changed(points, at_once, users, rounds, shape)
-    raise typer.Exit(outputs.finish(measure_serve(maker, engine.value, plan, place, quick, text)))
+    raise typer.Exit(outputs.run(lambda: measure_serve(maker, engine.value, plan, place, quick, text)))

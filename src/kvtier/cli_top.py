@@ -6,8 +6,6 @@ Nothing but the endpoint is asked, so it works for any process, also on another 
 from __future__ import annotations
 
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from http.client import HTTPException
@@ -79,11 +77,11 @@ def fetch(address: WebAddress, timeout: float = 5.0) -> Picture:
     Raises:
         NoMetrics: nobody answers there in time, or not with metrics of a tier.
     """
-    from kvtier.bench.web_address import request_to
+    from kvtier.bench.web_address import opener, request_to
     from kvtier.tiering.metrics_reading import read_metrics
     try:
         request = request_to(address.url, address.headers)
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout) as answer:
+        with opener().open(request, timeout=timeout) as answer:
             text = answer.read(_MOST_BYTES).decode("utf-8", "replace")
     except (OSError, ValueError, HTTPException) as error:  # URLError is an OSError; HTTPException: a line that is no HTTP, half an answer
         reason = str(getattr(error, "reason", error)).strip() or repr(error)

@@ -13,11 +13,11 @@ import torch
 
 from kvtier.bench import copy as copy_bench
 from kvtier.bench import report as report_module
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.copy import CopyPlan, measure_copy
 from kvtier.bench.copy_point import Point, Route, Stage
 from kvtier.errors import ConfigError, TransferError
-from kvtier.io.copiers import Copier, HostCopier, host_rows, open_copiers
+from kvtier.io.copiers import Copier, HostCopier, open_copiers
 from kvtier.kernels.compiled_copy import copy_runs
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.host_arena import HostArena
@@ -54,13 +54,13 @@ def test_the_rows_are_named_as_the_design_says_and_each_stands_beside_memcpy(tmp
             assert row["limit"]["value"] > 0.0
             assert row["ratio"] > 0.0
     assert written["config"]["block_bytes"] == 2 << 20
-    assert written["config"]["compiled"] is is_compiled()
+    assert written["config"]["compiled"] is compiled()
     assert any("nothing crosses PCIe" in note for note in written["config"]["notes"])
     assert any("in a loop in Python" in note for note in written["config"]["notes"]), "what the limit is beside small blocks"
 
 
 def test_the_copies_in_c_come_with_the_compiled_ledger_so_that_one_answer_holds_for_all_benchmarks() -> None:
-    assert is_compiled() is (copy_runs is not None)
+    assert compiled() is (copy_runs is not None)
 
 
 @pytest.mark.parametrize("both_ways", [False, True], ids=["one-way", "both-ways"])
@@ -117,7 +117,7 @@ def test_one_wrong_byte_makes_a_row_invalid_and_the_exit_code_1(
         copiers = open_copiers(pools, staging, device)
         if pools.primary.layer_first:
             return copiers
-        copiers[PRIMARY, PRIMARY] = WrongByte(copiers[PRIMARY, PRIMARY], host_rows(pools.primary))
+        copiers[PRIMARY, PRIMARY] = WrongByte(copiers[PRIMARY, PRIMARY], pools.primary.rows.numpy())
         return copiers
 
     monkeypatch.setattr(routes, "open_copiers", with_wrong_bytes)

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.bench.copy_gpu import GpuCopyPlan, measure_gpu_copies
 from kvtier.errors import ConfigError
-from kvtier.io.copiers import Copier, HostCopier, host_rows, open_copiers
+from kvtier.io.copiers import Copier, HostCopier, open_copiers
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.layout import KVLayout
@@ -39,7 +39,7 @@ class WrongByte:
 
     def __init__(self, copier: Copier, pools: GroupPools) -> None:
         self._copier = copier
-        self._rows = host_rows(pools.primary)
+        self._rows = pools.primary.rows.numpy()
 
     def copy(self, pairs: Sequence[tuple[int, int]], num_tokens: int = 0) -> None:
         self._copier.copy(pairs, num_tokens)

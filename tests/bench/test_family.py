@@ -72,6 +72,26 @@ def test_one_that_fails_does_not_stop_the_others_and_the_exit_code_says_so(
     assert ("Traceback" in said.err) == is_a_bug
 
 
+@pytest.mark.parametrize("has_found", [False, True])
+def test_an_interrupt_ends_them_all_and_what_was_measured_is_written_as_incomplete(tmp_path: Path, has_found: bool) -> None:
+    def measure(common: Common) -> Report:
+        report = benchmark("kernels").measure(common)
+        report.rows = report.rows if has_found else []
+        with report.interruptible():
+            raise KeyboardInterrupt
+
+    file = tmp_path / "all.json"
+    family = {"copy": benchmark("copy"), "kernels": Benchmark(measure),
+              "nvme": Benchmark(lambda common: pytest.fail("went on after the interrupt"))}
+    with pytest.raises(KeyboardInterrupt):
+        run_all(Common(), Outputs(file), family)
+    written = json.loads(file.read_text())
+    assert [row["name"] for row in written["results"]] == ["copy/a", "kernels/a"][:1 + has_found]
+    assert written["config"]["incomplete"] is True
+    assert "incomplete" not in written["config"]["sections"]["copy"]
+    assert written["config"]["sections"].get("kernels", {}).get("incomplete", False) is has_found
+
+
 def test_what_cannot_be_measured_here_is_left_out_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "all.json"
     assert run_all(Common(), Outputs(file), {"copy": benchmark("copy"), "gds": benchmark("gds", lacks="it needs a GPU")}) == 0

@@ -23,7 +23,8 @@ def test_the_row_holds_reading_against_recomputing(loaded, tmp_path):
     assert row.limit is not None
     assert row.limit.name.startswith("recomputing 320 tokens")
     assert row.ratio is not None
-    assert any("320 tokens stored" in line for line in said)
+    assert said[-7].startswith("storing 320 tokens;")
+    assert said[-6:] == ["a round to warm up", *(f"round {number} of 5" for number in range(1, 6))]
 
 
 def test_both_ways_are_timed_in_every_round(loaded, tmp_path):

@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parent.parent / "io"))  # importlib mode puts
 
 from kvikio_double import KvikioDouble
 
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.gds import GdsPlan, measure_gds
 from kvtier.errors import ConfigError, CorruptBlock
 from kvtier.io.gds import GdsPath
@@ -48,7 +48,7 @@ def test_each_setting_has_a_row_for_each_direction_and_the_best_is_named(tmp_pat
     assert [row["name"] for row in written["results"]] == [
         f"gds/{verb}/64KiB/{setting}" for setting in ("1x4KiB", "1x64KiB", "2x4KiB", "2x64KiB") for verb in ("write", "read")]
     assert all(row["limit"]["name"] == "KvikIO alone" and row["ratio"] > 0 for row in written["results"])
-    assert written["config"]["compiled"] is is_compiled()
+    assert written["config"]["compiled"] is compiled()
     assert "gds_threads=" in written["config"]["notes"][-1]
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.bench import integrity_damage
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.integrity import IntegrityPlan, measure_integrity
 from kvtier.bench.integrity_child import POINTS
 from kvtier.errors import ConfigError
@@ -34,7 +34,7 @@ def test_each_case_has_a_line_in_the_matrix_and_three_rows(tmp_path: Path) -> No
     assert [row["name"] for row in written["results"]] == [f"integrity/{name}/{what}" for name in names
                                                            for what in ("wrong", "lost", "recover")]
     assert written["config"]["invalid"] == []
-    assert written["config"]["compiled"] is is_compiled()
+    assert written["config"]["compiled"] is compiled()
     assert [entry.name for entry in tmp_path.iterdir()] == ["figures.json"]
 
 

@@ -11,7 +11,7 @@ import torch
 from kvtier.bench import kernels as kernels_bench
 from kvtier.bench import kernels_gpu
 from kvtier.bench import report as report_module
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.kernels import KernelsPlan, measure_kernels
 from kvtier.bench.kernels_gpu import GpuDecodePlan, measure_gpu_decode
 from kvtier.bench.plot import panels_of
@@ -38,7 +38,7 @@ def test_every_row_stands_beside_its_limit_and_can_be_drawn(tmp_path: Path) -> N
         assert row["ratio"] > 0.0
         assert row["limit"]["name"] == ("torch copy" if "/append/" in name else "torch sdpa, contiguous")
         assert list(row["peers"]) == ([] if "/append/" in name else ["enable_gqa"])
-    assert written["config"]["compiled"] is is_compiled()
+    assert written["config"]["compiled"] is compiled()
     assert written["config"]["torch_threads"] == torch.get_num_threads()
     assert "4KiB is 32 tokens in float32" in written["config"]["notes"][0]
     assert {name: [size for size, _ in points] for name, points in panels_of(report.rows).items()} == {

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.bench import ledger as ledger_bench
 from kvtier.bench import ledger_growth, ledger_keys, ledger_workloads
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.ledger import measure_ledger
 from kvtier.bench.ledger_growth import size_of
 from kvtier.bench.ledger_memory import bytes_per_block
@@ -77,7 +77,7 @@ def test_what_the_figures_depend_on_is_in_the_file(tmp_path: Path, monkeypatch: 
     assert config["levels"] == ["primary", "secondary", "nvme"]
     assert config["max_events"] == 1024
     assert config["tokens_per_block"] == 32
-    assert config["compiled"] is is_compiled() is config["ledger_module"].endswith(".so")
+    assert config["compiled"] is compiled() is config["ledger_module"].endswith(".so")
     assert config["evict_pools"] == [32, 64]
     assert any("plain Python" in note for note in config["notes"]) != config["compiled"]
 

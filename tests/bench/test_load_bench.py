@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.bench import load as load_bench
 from kvtier.bench import load_engine
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.load import GRID, LOAD, RECOMPUTE, LoadPlan, measure_load
 from kvtier.bench.load_engine import TimedEngine, block_content
 from kvtier.errors import ConfigError
@@ -44,7 +44,7 @@ def test_each_point_stands_beside_computing_and_loading(tmp_path: Path) -> None:
         assert len(written["config"]["decisions"][name]) == 3
         assert set(written["config"]["decisions"][name]) <= {"loaded", "recomputed", "probed"}
     assert rows[GRID]["ratio"] == rows[GRID]["median"]
-    assert written["config"]["compiled"] is is_compiled()
+    assert written["config"]["compiled"] is compiled()
     assert written["config"]["invalid"] == []
     assert any("from the turns of all three" in note for note in written["config"]["notes"]), "what the one that decides has learned from"
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -19,10 +19,10 @@ import pytest
 from kvtier.bench import INSTALL_MODEL
 from kvtier.bench import nvme as nvme_bench
 from kvtier.bench import report as report_module
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.nvme import NvmePlan, measure_nvme
 from kvtier.bench.raw_io import RawFile
-from kvtier.bench.report import Limit, ResultRow
+from kvtier.bench.report import Interrupted, Limit, ResultRow
 from kvtier.errors import ConfigError, TransferError
 from kvtier.io import store_open
 from kvtier.io.direct_file import aligned_buffer
@@ -62,7 +62,7 @@ def test_the_rows_are_named_as_the_design_says_and_each_stands_beside_plain_io(t
         assert row["limit"]["value"] > 0.0
         assert row["ratio"] > 0.0
         assert row["peers"] == {}
-    assert written["config"]["compiled"] is is_compiled()
+    assert written["config"]["compiled"] is compiled()
     how = "O_DIRECT" if written["config"]["direct_io"] else "page-cache"
     assert rows["nvme/write/2MiB"]["limit"]["name"] == f"{how} pread and pwrite, 2 threads"
     assert rows["nvme/read/2MiB/cpu"]["limit"]["name"] == f"{how} pread and pwrite, 2 threads"
@@ -190,6 +190,18 @@ def test_a_plain_write_that_the_drive_cuts_short_is_an_error(tmp_path: Path, mon
     monkeypatch.setattr(os, "pwrite", lambda *_: 4096)
     with RawFile(tmp_path / "raw", 1, 8192, direct=False) as raw, pytest.raises(TransferError, match="4096 of 8192"):
         raw.write([0], aligned_buffer(8192).reshape(1, 8192))
+
+
+def test_an_interrupt_leaves_the_rows_that_were_finished_and_nothing_on_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nvme_bench, "_add_warm_start", interrupt)
+    with pytest.raises(Interrupted) as raised:
+        measure_nvme(tmp_path, plan=SMALL)
+    assert len(raised.value.report.rows) == 6
+    assert raised.value.report.incomplete
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- fio ---------------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvtier.bench import slow_stages
 from kvtier.bench.replay import ReplaySettings, replay
-from kvtier.bench.replay_report import ReplayOptions, replay_rows, rows_by_name, run_replay
+from kvtier.bench.replay_report import ReplayOptions, replay_rows, run_replay
 from kvtier.bench.trace import Trace
 from kvtier.bench.trace_synthetic import SHAPES, synthetic_trace, write_synthetic
 from kvtier.errors import ConfigError
@@ -145,7 +145,7 @@ def test_without_a_terminal_a_long_replay_says_how_far_it_is(tmp_path: Path, mon
 def test_rows_are_in_bytes_of_the_models_blocks(tmp_path: Path) -> None:
     trace = synthetic_trace("chats", 300)
     found = replay(trace, settings(100, 200, 600))
-    rows = rows_by_name(replay_rows(found, 1000))
+    rows = {row.name: row.median for row in replay_rows(found, 1000)}
     assert rows["moved/secondary->nvme"] == pytest.approx(found.nvme_writes * 1000 / 1e9)
     assert rows["written/primary"] == pytest.approx((found.moves[1, 0] + found.moves[2, 0]) * 1000 / 1e9)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtier import cli
-from kvtier.bench.build import is_compiled
+from kvtier.bench.build import compiled
 from kvtier.bench.outputs import Outputs
 from kvtier.bench.plot import plot_report
 from kvtier.bench.report import Limit, ResultRow
@@ -104,7 +104,7 @@ def test_rows_notes_and_a_picture_of_a_valid_point(tmp_path: Path) -> None:
     assert (throughput["ratio"], throughput["median"], throughput["limit"]) == (2.0, 64.0, {"name": "engine alone", "value": 32.0})
     assert noise["median"] == 1.0
     assert (first_token["unit"], first_token["median"], first_token["ratio"]) == ("ms", 250.0, 1.0)
-    assert found["config"]["compiled"] is is_compiled()
+    assert found["config"]["compiled"] is compiled()
     assert any("within 2%" in note for note in found["config"]["notes"])
     assert picture.stat().st_size > 1000
     assert len(set(maker.folders)) == 3, "a fresh store for each point, the same one after its restart"

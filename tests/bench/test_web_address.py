@@ -5,11 +5,10 @@ from __future__ import annotations
 import base64
 import http.server
 import threading
-import urllib.request
 
 import pytest
 
-from kvtier.bench.web_address import WebAddress, request_to, without_secrets
+from kvtier.bench.web_address import WebAddress, opener, request_to, without_secrets
 
 
 @pytest.mark.parametrize(("text", "origin", "path", "query"), [
@@ -46,27 +45,30 @@ def test_user_and_query_are_not_shown(text: str, shown: str) -> None:
     assert without_secrets(text) == shown
 
 
-def test_who_asks_is_not_told_to_where_a_server_sends_on() -> None:
+def test_who_asks_is_told_to_another_path_of_a_server_and_to_no_other_server() -> None:
     told: list[tuple[str, str | None]] = []
+    sent_on: dict[str, str] = {}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             told.append((self.path, self.headers["Authorization"]))
-            self.send_response(302 if self.path == "/first" else 200)
-            if self.path == "/first":
-                self.send_header("Location", f"http://127.0.0.1:{self.server.server_port}/second")  # type: ignore[attr-defined]
+            self.send_response(302 if self.path in sent_on else 200)
+            if self.path in sent_on:
+                self.send_header("Location", sent_on[self.path])
             self.send_header("Content-Length", "0")
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server, http.server.HTTPServer(("127.0.0.1", 0), Handler) as other:
+        for each in (server, other):
+            threading.Thread(target=each.serve_forever, args=(0.05,), daemon=True).start()
+        here, there = (f"http://127.0.0.1:{each.server_port}" for each in (server, other))
+        sent_on |= {"/first": "/second", "/second": f"{here}/third", "/third": f"{there}/fourth", "/fourth": f"{here}/fifth"}
         address = WebAddress.read(f"user:secret@127.0.0.1:{server.server_port}/first")
-        request = request_to(address.url, address.headers)
-        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30).close()
+        opener().open(request_to(address.url, address.headers), timeout=30).close()
         server.shutdown()
-    assert [path for path, _ in told] == ["/first", "/second"]
-    assert told[0][1] is not None
-    assert told[1][1] is None
+        other.shutdown()
+    secret = address.headers["Authorization"]
+    assert told == [("/first", secret), ("/second", secret), ("/third", secret), ("/fourth", None), ("/fifth", None)]

@@ -23,15 +23,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors_of(found), f"{page.relative_to(ROOT)}: {target}: its headings are {sorted(anchors_of(found))}"
 
 
-def test_the_paths_of_tests_that_the_readme_names_exist() -> None:
-    """The last column of its table: below tests/ where it is a test, in the repository otherwise."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_paths_of_tests_that_claims_name_exist() -> None:
+    """The last column of the tables: below tests/ where it is a test, in the repository otherwise."""
+    text = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/claims.md"))
     cells = [line.rstrip(" |").rpartition(" | ")[2] for line in text.splitlines() if line.startswith("| ")]
     named = [path for cell in cells for path in re.findall(r"`([\w/]+(?:\.py)?)`", cell)]
     named += re.findall(r"ARGS=\"?(tests/[\w/]+)", text)
     assert len(named) > 40
     for path in named:
-        assert any((place / path).exists() for place in (ROOT / "tests", ROOT)), f"README.md names {path}, which there is not"
+        assert any((place / path).exists() for place in (ROOT / "tests", ROOT)), f"{path} is claimed to show something, and is not there"
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))

@@ -16,7 +16,8 @@ from kvtier.pools.pool_index import PRIMARY, PoolIndex, level_of, pool_index, sl
 from kvtier.pools.primary import PrimaryPool
 from kvtier.tiering.block_store import BlockStore
 from kvtier.tiering.ledger.moves import Move
-from kvtier.tiering.transfer import MoveResult, TransferManager
+from kvtier.tiering.transfer import TransferManager
+from kvtier.tiering.transfer_results import MoveResult
 
 PATIENCE = 30.0
 """Seconds after which something that should have ended is taken to hang."""

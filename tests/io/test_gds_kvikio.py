@@ -1,19 +1,19 @@
 """The real KvikIO on host buffers, where there is no GPU: its own reads and writes, not GPUDirect.
 
 A stand-in for the CUDA driver is compiled and put where KvikIO looks for it, in a process of its own, which runs
-``nvme/kvikio_checks.py`` and ``../tiering/kvikio_checks.py``. Without kvikio (``make venv`` installs it) or gcc the test is skipped.
+``nvme/kvikio_checks.py`` and ``../tiering/kvikio_checks.py``. Without kvikio (``make venv`` installs it) or a C compiler it is skipped.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from built_extension import c_compiler
 
 HERE = Path(__file__).parent
 
@@ -23,9 +23,7 @@ def host_kvikio_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[st
     """The environment of a process in which the real KvikIO moves host buffers."""
     if importlib.util.find_spec("kvikio") is None:
         pytest.skip("kvikio is not installed; make venv installs it, for this test without its CUDA libraries")
-    compiler = shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("gcc is missing: it compiles the stand-in for the CUDA driver")
+    compiler = c_compiler("stdlib.h")
     folder = tmp_path_factory.mktemp("driver")
     subprocess.run([compiler, "-Wall", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so.1"),
                     str(HERE / "libcuda_stand_in.c")], check=True, timeout=60)

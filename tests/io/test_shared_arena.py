@@ -59,7 +59,7 @@ def test_the_board_tells_which_rank_has_copied_and_ended_what(tmp_path: Path, op
     assert board.whole(0, [0, 1, 2], job) == [False, False, True]
     assert board.whole(0, [2], job - MAX_JOBS) == [False]
     ranks[0].board.note_ended(0, job)
-    assert (board.has_ended(0, job), board.has_ended(1, job), board.all_ended(job)) == (True, False, False)
+    assert (board.has_ended(0, job), board.has_ended(1, job)) == (True, False)
     assert not board.has_ended(0, job - MAX_JOBS)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
+from pathlib import Path
 
+import built_extension
 import numpy as np
 import pytest
 import torch
@@ -77,6 +80,51 @@ def test_threads_of_a_program_may_copy_at_the_same_time():
     for thread in threads:
         thread.join(60)
     assert all(torch.equal(destination, source) for destination in destinations)
+
+
+def test_where_the_compiler_finds_no_headers_tests_of_the_module_are_skipped(monkeypatch, tmp_path):
+    (tmp_path / "cc").write_text("#!/bin/sh\necho '<stdin>:1:10: fatal error: Python.h: No such file or directory' >&2\nexit 1\n")
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "kvtier.kernels.host_copy", None)
+    with pytest.raises(pytest.skip.Exception, match=r"does not find Python\.h.*fatal error"):
+        host_copy.__wrapped__()
+
+
+FORKED = """if True:
+    import os, signal, sys, threading
+    sys.path.append(sys.argv[1])
+    import numpy as np, torch
+    from built_extension import host_copy
+
+    torch.set_num_threads(2)
+    source = torch.randint(0, 256, (64, 1 << 16), dtype=torch.uint8)
+    runs = np.array([(row << 16, row << 16, 256) for row in range(64)], np.int64)
+
+    def copies():
+        destination = np.zeros((64, 1 << 16), np.uint8)
+        host_copy().copy_runs(destination.ctypes.data, source.data_ptr(), runs, 256, 256, 1, 0, 0, 256, 2, True)
+        return np.array_equal(destination, source.numpy())
+
+    assert copies()
+    child = os.fork()
+    if not child:
+        signal.alarm(30)   # ends the process also where it hangs in C
+        right = [copies()]
+        other = threading.Thread(target=lambda: right.append(copies()))
+        other.start()
+        other.join()
+        os._exit(0 if right == [True, True] else 1)
+    assert copies()
+    _, status = os.waitpid(child, 0)
+    sys.exit(str(os.waitstatus_to_exitcode(status)) if status else 0)
+"""
+
+
+def test_a_forked_child_copies_without_the_threads_that_it_lacks():
+    done = subprocess.run([sys.executable, "-c", FORKED, str(Path(built_extension.__file__).parent)], capture_output=True, text=True,
+                          timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("runs", "pieces", "num_bytes", "threads"), [

@@ -178,6 +178,13 @@ def test_groups_share_bytes_equally_unless_shares_are_given() -> None:
     assert resolve_sizes(layout, "8 blocks", "8192 B", "0 blocks", PLENTY, [0, 1]).secondary == (0, 2)
 
 
+@pytest.mark.parametrize(("share", "blocks"), [(0.1, 1), (0.2, 2), (0.3, 3), (0.7, 7), (0.9, 9)])
+def test_a_share_is_the_decimal_that_was_written(share: float, blocks: int) -> None:
+    """The float beside 0.7 is less than that, and its part of ten blocks less than seven."""
+    sizes = resolve_sizes(two_groups(), "8 blocks", f"{10 * 4096} B", "0 blocks", PLENTY, [share, round(1 - share, 1)])
+    assert sizes.secondary == (blocks, 10 - blocks)
+
+
 def test_shares_do_not_change_blocks_or_lists() -> None:
     sizes = resolve_sizes(two_groups(), "8 blocks", ["8192 B", "8192 B"], "0 blocks", PLENTY, [0.1, 0.9])
     assert sizes == PoolSizes((8, 8), (2, 2), (0, 0))

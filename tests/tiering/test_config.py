@@ -49,6 +49,22 @@ def test_the_defaults_are_those_of_the_design_page() -> None:
     assert set(config.sources.values()) == {"default"}
 
 
+def test_a_changed_copy_is_checked_as_keywords_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_SECONDARY", "2 blocks")
+    config = TierConfig(primary="8 blocks", faults="nvme.read.eio")
+    monkeypatch.setenv("KVTIER_SECONDARY", "3 blocks")
+    for update, message in (({"primary": "8 apples"}, "apples"), ({"primry": "1 blocks"}, "primary"), ({"nvme": "1GiB"}, "wants a folder"),
+                            ({"max_seq_len": "4"}, "must be a whole number")):
+        with pytest.raises(ConfigError, match=message):
+            config.model_copy(update=update)
+    changed = config.model_copy(update={"max_seq_len": 4, "primary": "9 blocks"})
+    assert (changed.primary, changed.secondary, changed.max_seq_len) == ("9 blocks", "2 blocks", 4)
+    assert changed.faults is config.faults
+    assert changed.sources == {**config.sources, "max_seq_len": "keyword"}
+    assert config.model_copy() == config
+    assert config.model_copy(deep=True).sources == config.sources
+
+
 def test_keywords_win_over_environment_over_file_over_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "tier.yaml"
     file.write_text("primary: 1 blocks\nsecondary: 1 blocks\nmax_seq_len: 1\n")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from kvtier.errors import ConfigError
 from kvtier.tiering.config import TierConfig
@@ -45,6 +46,16 @@ def test_the_schema_has_every_key_of_a_file_its_limits_and_no_other() -> None:
         assert schema["properties"][key]["description"] == TierConfig.model_fields[key].description
         default = TierConfig.model_fields[key].default
         assert schema["properties"][key]["default"] == default
+
+
+def test_pydantic_s_own_schema_is_the_same_and_another_model_with_a_tier_in_it_has_one() -> None:
+    class Engine(BaseModel):
+        tier: TierConfig
+
+    schema: Any = json_schema()
+    own = TierConfig.model_json_schema()
+    assert own["properties"] == {key: schema["properties"][key] for key in of_files()}
+    assert Engine.model_json_schema()["$defs"]["TierConfig"]["properties"] == own["properties"]
 
 
 def test_the_example_changes_nothing_and_without_its_marks_says_every_default(tmp_path: Path) -> None:

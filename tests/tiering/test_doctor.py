@@ -18,7 +18,7 @@ import pytest
 import kvtier
 from kvtier.errors import ConfigError
 from kvtier.pools.host_memory import CgroupMemory, HostMemory, mount_of
-from kvtier.tiering import doctor
+from kvtier.tiering import build, doctor
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.doctor import Finding, Report, Status, examine, print_report
 
@@ -62,24 +62,24 @@ COMPILED_LEDGER = "ledger.cpython-311-x86_64-linux-gnu.so"
 
 
 def test_the_plain_build_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.ledger, "__file__", "ledger.py")
+    monkeypatch.setattr(build.ledger, "__file__", "ledger.py")
     assert line(examine(tmp_path), "kvtier") == Finding("kvtier", Status.OK, f"{kvtier.__version__}, plain Python")
 
 
 def test_the_compiled_build_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.ledger, "__file__", COMPILED_LEDGER)
-    monkeypatch.setattr(doctor, "PathFinder", SimpleNamespace(find_spec=lambda name, path: importlib.util.find_spec("json")))
+    monkeypatch.setattr(build.ledger, "__file__", COMPILED_LEDGER)
+    monkeypatch.setattr(build, "PathFinder", SimpleNamespace(find_spec=lambda name, path: importlib.util.find_spec("json")))
     assert line(examine(tmp_path), "kvtier") == Finding("kvtier", Status.OK, f"{kvtier.__version__}, compiled")
 
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_compiled_build_whose_module_in_c_is_missing_or_damaged_is_slower_and_says_so(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool) -> None:
-    monkeypatch.setattr(doctor.ledger, "__file__", COMPILED_LEDGER)
+    monkeypatch.setattr(build.ledger, "__file__", COMPILED_LEDGER)
     library = tmp_path / f"host_copy{importlib.machinery.EXTENSION_SUFFIXES[0]}"
     if damaged:
         library.write_bytes(b"no library")
-    monkeypatch.setattr(doctor, "PathFinder", SimpleNamespace(find_spec=lambda name, path: PathFinder.find_spec(name, [str(tmp_path)])))
+    monkeypatch.setattr(build, "PathFinder", SimpleNamespace(find_spec=lambda name, path: PathFinder.find_spec(name, [str(tmp_path)])))
     found = line(examine(), "kvtier")
     assert found.status is Status.WARN
     assert "compiled, but copies on the host are library calls" in found.found

@@ -19,6 +19,7 @@ from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.load_speed import LoadMeter
 from kvtier.tiering.loading import LoadDecider
 from kvtier.tiering.statistics import (
+    GdsStats,
     LevelStats,
     PerLevel,
     PrefetchStats,
@@ -32,7 +33,8 @@ from kvtier.tiering.statistics_recorder import StatisticsRecorder, UsagePeaks
 from kvtier.tiering.transfer_balance import TransferBalance
 
 pytestmark = pytest.mark.usefixtures("no_failed_callbacks")
-NOTHING: Any = {"loading": LoadDecider(LoadMeter([1]), True, True).stats(), "prefetch": PrefetchStats()}
+NOTHING: Any = {"dropped_events": 0, "prefill_tokens_per_second": None, "faults": {}, "gds": GdsStats("none", ""), "store": None,
+                "copy_paths": {}, "loading": LoadDecider(LoadMeter([1]), True, True).stats(), "prefetch": PrefetchStats()}
 
 
 def held_blocks(cache: KVCacheManager) -> int:
@@ -201,7 +203,7 @@ def test_a_front_that_is_reused_by_copying_counts_as_a_copy(make_cache: MakeCach
 
 
 def test_a_difference_is_of_counters_alone() -> None:
-    counted = StatisticsRecorder(ledger := make_ledger(), ledger.allocators).stats(0, None, **NOTHING)
+    counted = StatisticsRecorder(make_ledger()).stats(**NOTHING)
     assert since(dataclasses.replace(counted, host_dropped=7), dataclasses.replace(counted, host_dropped=5)).host_dropped == 2
     assert type(since(counted, counted)) is TierCounters
 
@@ -299,13 +301,13 @@ def test_a_hit_rate_is_reused_of_all(make_cache: MakeCache) -> None:
 
 def test_advice_is_said_once_and_can_be_read_while_it_holds(caplog: pytest.LogCaptureFixture) -> None:
     ledger = make_ledger()
-    recorder = StatisticsRecorder(ledger, ledger.allocators, [TransferBalance(Level.SECONDARY, window=8, min_blocks=16)])
-    assert recorder.stats(0, None, **NOTHING).advice is None
+    recorder = StatisticsRecorder(ledger, [TransferBalance(Level.SECONDARY, window=8, min_blocks=16)])
+    assert recorder.stats(**NOTHING).advice is None
     for _ in range(20):
         for _ in range(3):
             recorder.totals.add(Level.PRIMARY, Level.SECONDARY, 100, 0.1)
         recorder.end_iteration()
-    advice = recorder.stats(0, None, **NOTHING).advice
+    advice = recorder.stats(**NOTHING).advice
     assert advice is not None
     assert "raise secondary_offload_min_priority" in advice
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -316,13 +318,13 @@ def test_advice_is_said_once_and_can_be_read_while_it_holds(caplog: pytest.LogCa
             recorder.totals.add(Level.PRIMARY, Level.SECONDARY, 100, 0.1)
             recorder.totals.add(Level.SECONDARY, Level.PRIMARY, 100, 0.1)
         recorder.end_iteration()
-    assert recorder.stats(0, None, **NOTHING).advice is None
+    assert recorder.stats(**NOTHING).advice is None
 
 
 def test_traffic_with_nvme_is_judged_apart_from_that_with_the_host() -> None:
     ledger = make_ledger()
     balances = [TransferBalance(level, window=4, min_blocks=4) for level in (Level.SECONDARY, Level.NVME)]
-    recorder = StatisticsRecorder(ledger, ledger.allocators, balances)
+    recorder = StatisticsRecorder(ledger, balances)
     for _ in range(6):
         recorder.totals.add(Level.PRIMARY, Level.SECONDARY, 100, 0.1)
         recorder.totals.add(Level.SECONDARY, Level.PRIMARY, 100, 0.1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import socket
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,11 +22,18 @@ OURS = {"CPU": None, "STORAGE": "kvtier-nvme"}
 class Subscriber:
     """Whoever follows the events from the first one on."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, connections: Any) -> None:
         self._stream = stream
+        self._connections = connections
         self.batches = 0
         self.stored: list[Any] = []
         self.held: dict[str, Counter[Any]] = {medium: Counter() for medium in ("GPU", *OURS)}
+
+    def join(self, engine: Engine) -> None:
+        """Wait until the engine's socket is connected, and for a step in which nothing is stored, while it is told what is subscribed to:
+        what is published before, nobody hears."""
+        assert self._connections.poll(60_000), "the engine publishes no events"
+        engine.generate(prompts=[[7] * 4], max_tokens=1)
 
     def follow(self, seconds: float = 2.0) -> None:
         """Take in what arrives until nothing has for so long."""
@@ -62,17 +68,19 @@ def subscribed() -> Iterator[tuple[dict[str, object], Subscriber]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    with zmq.Context() as context, context.socket(zmq.SUB) as stream:
+    with (zmq.Context() as context, context.socket(zmq.SUB) as stream,
+          stream.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as connections):
         stream.setsockopt(zmq.SUBSCRIBE, b"")
         stream.connect(endpoint)
-        yield {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint.replace("127.0.0.1", "*")}, Subscriber(stream)
+        config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint.replace("127.0.0.1", "*")}
+        yield config, Subscriber(stream, connections)
 
 
 def test_events_describe_themselves_and_tell_what_each_level_holds(uniform: Path, nvme: dict[str, str]) -> None:
     prompts = [random.Random(seed).choices(range(3, VOCABULARY), k=PER_CHUNK * BLOCK * 3 + 5) for seed in range(6)]
     tier = {"secondary": "8 blocks", "blocks_per_chunk": PER_CHUNK, "self_describing_kv_events": True, **nvme, "nvme": "16 blocks"}
     with subscribed() as (config, heard), Engine(uniform, tier, kv_events_config=config) as engine:
-        time.sleep(1.0)  # until the subscriber is connected: what was published before, nobody hears
+        heard.join(engine)
         for prompt in (*prompts, prompts[0]):
             engine.generate(prompts=[prompt], max_tokens=2)
             assert engine.settle()
@@ -109,7 +117,7 @@ def test_what_a_restart_finds_on_nvme_is_announced_by_name(uniform: Path, nvme: 
         assert engine.settle()
         engine.kill()
     with subscribed() as (config, heard), Engine(uniform, tier, kv_events_config=config) as engine:
-        time.sleep(1.0)
+        heard.join(engine)
         engine.generate(prompts=[prompt], max_tokens=1)
         assert engine.settle()
         engine.generate(prompts=[[7] * 4], max_tokens=1)

@@ -7,7 +7,7 @@ TensorRT-LLM's capacity and micro-batch schedulers.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
 from kvtier.errors import CapacityError, ConfigError
 from kvtier.tiering.attach.serving_sequence import ServedSequence
@@ -21,33 +21,32 @@ AdmissionName = Literal["max_utilization", "guaranteed_no_evict"]
 ChunkingName = Literal["first_come_first_served", "equal_progress"]
 
 
-class AdmissionPolicy(Protocol):
+class AdmissionPolicy:
     """When a request may start. Counts are primary blocks by group."""
-
-    def room(self, active: Collection[ServedSequence]) -> list[int]:
-        """Free blocks that no active request is going to need, as far as the policy looks ahead."""
-
-    def cost(self, request: Request) -> list[int]:
-        """Blocks that there must be for a request to start."""
-
-    def victims(self, ending: Collection[ServedSequence], growing: Collection[ServedSequence],
-                active: Collection[ServedSequence]) -> list[ServedSequence]:
-        """Whom to pre-empt before a step, so that those growing by a token find room. Active ones are in order of admission."""
-
-
-class GuaranteedNoEvict:
-    """Start a request only if it and all that run can be completed with the blocks there are. Nobody is pre-empted for room."""
 
     def __init__(self, cache: KVCacheManager) -> None:
         self._cache = cache
         self._groups = range(len(cache.layout.groups))
 
-    def room(self, active: Collection[ServedSequence]) -> list[int]:
-        return [self._cache.num_free_blocks(Level.PRIMARY, group=group)
-                - sum(self._cache.remaining_blocks_to_completion(sequence.id, group=group) for sequence in active)
-                for group in self._groups]
+    def needed(self, request: int | Request) -> list[int]:
+        """Blocks that a request, or the active one with this id, is going to need, as far as the policy looks ahead."""
+        raise NotImplementedError
 
-    def cost(self, request: Request) -> list[int]:
+    def room(self, active: Collection[ServedSequence]) -> list[int]:
+        """Free blocks that no active request is going to need. A request starts if it needs no more than these."""
+        needed = [self.needed(sequence.id) for sequence in active]
+        return [self._cache.num_free_blocks(Level.PRIMARY, group=group) - sum(counts[group] for counts in needed) for group in self._groups]
+
+    def victims(self, ending: Collection[ServedSequence], growing: Collection[ServedSequence],
+                active: Collection[ServedSequence]) -> list[ServedSequence]:
+        """Whom to pre-empt before a step, so that those growing by a token find room. Active ones are in order of admission."""
+        raise NotImplementedError
+
+
+class GuaranteedNoEvict(AdmissionPolicy):
+    """Start a request only if it and all that run can be completed with the blocks there are. Nobody is pre-empted for room."""
+
+    def needed(self, request: int | Request) -> list[int]:
         return [self._cache.remaining_blocks_to_completion(request, group=group) for group in self._groups]
 
     def victims(self, ending: Collection[ServedSequence], growing: Collection[ServedSequence],
@@ -55,26 +54,16 @@ class GuaranteedNoEvict:
         return []
 
 
-class MaxUtilization:
+class MaxUtilization(AdmissionPolicy):
     """Start a request if its next step fits beside those of all that run; when the pool gets full, pre-empt the newest."""
 
-    def __init__(self, cache: KVCacheManager) -> None:
-        self._cache = cache
-        self._groups = range(len(cache.layout.groups))
-
-    def room(self, active: Collection[ServedSequence]) -> list[int]:
-        return [self._cache.num_free_blocks(Level.PRIMARY, group=group)
-                - sum(self._cache.needed_blocks_one_step(sequence.id, group=group) for sequence in active)
-                for group in self._groups]
-
-    def cost(self, request: Request) -> list[int]:
+    def needed(self, request: int | Request) -> list[int]:
         return [self._cache.needed_blocks_one_step(request, group=group) for group in self._groups]
 
     def victims(self, ending: Collection[ServedSequence], growing: Collection[ServedSequence],
                 active: Collection[ServedSequence]) -> list[ServedSequence]:
         cache = self._cache
-        needed = {sequence.id: [cache.needed_blocks_one_step(sequence.id, group=group) for group in self._groups]
-                  for sequence in growing}
+        needed = {sequence.id: self.needed(sequence.id) for sequence in growing}
         cache.start_scheduling()
         for sequence in ending:  # they complete before the others grow: what they hold is there by then
             cache.scheduling_remove_sequence(sequence.id)
@@ -146,10 +135,10 @@ class Scheduler:
                 break
             if contributed and self.cache.beneficial_to_skip(sequence.request, contributed):
                 continue
-            cost = self.policy.cost(sequence.request)
-            if any(wanted > there for wanted, there in zip(cost, room, strict=True)):
+            needed = self.policy.needed(sequence.request)
+            if any(wanted > there for wanted, there in zip(needed, room, strict=True)):
                 break
-            room = [there - wanted for wanted, there in zip(cost, room, strict=True)]
+            room = [there - wanted for wanted, there in zip(needed, room, strict=True)]
             chosen.append(sequence)
             if self.wait_for_shared_prefix and sequence.will_store_prompt:
                 key = self.cache.match(sequence.request).first_new_key
@@ -159,11 +148,11 @@ class Scheduler:
 
     def shortage(self, request: Request) -> CapacityError | None:
         """Why a request cannot start although nothing runs; None when it can."""
-        for group, (cost, room) in enumerate(zip(self.policy.cost(request), self.policy.room(()), strict=True)):
-            if cost > room:
+        for group, (needed, room) in enumerate(zip(self.policy.needed(request), self.policy.room(()), strict=True)):
+            if needed > room:
                 total = self.cache.pool(group=group).primary.num_blocks
-                return CapacityError(f"request {request.id}: {cost} primary blocks of group {group} are needed, the pool has {total} and "
-                                     f"{room} of them are free; enlarge primary, shorten the prompt or ask for fewer tokens", cost, room)
+                return CapacityError(f"request {request.id}: {needed} primary blocks of group {group} are needed, the pool has {total} and "
+                                     f"{room} of them are free; enlarge primary, shorten the prompt or ask for fewer tokens", needed, room)
         return None
 
     def outgrowth(self, sequence: ServedSequence, error: CapacityError) -> CapacityError:
@@ -179,7 +168,7 @@ class Scheduler:
 
     def never_fits(self, request: Request) -> bool:
         """Whether a request needs more blocks than there are, whoever ends."""
-        return any(cost > self.cache.pool(group=group).primary.num_blocks for group, cost in enumerate(self.policy.cost(request)))
+        return any(needed > self.cache.pool(group=group).primary.num_blocks for group, needed in enumerate(self.policy.needed(request)))
 
     def chunks(self, filling: Sequence[ServedSequence], num_decoding: int) -> list[tuple[ServedSequence, int]]:
         """How many prompt tokens to compute of each sequence in this step, beside ``num_decoding`` generated tokens.

@@ -16,8 +16,6 @@ import torch
 
 from kvtier.errors import ConfigError
 
-Copy = Callable[[Sequence[torch.Tensor], Sequence[int]], Any]
-
 
 class HostPages:
     """The pages of one host pool.

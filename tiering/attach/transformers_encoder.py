@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def digest_of(encoder_tokens: Sequence[int]) -> bytes:
     """What identifies an encoder's input, for ``Request(encoder_digest=...)``: SHA-256 of its token ids."""
-    return hashlib.sha256(token_bytes(encoder_tokens)).digest()
+    return hashlib.sha256(token_bytes(encoder_tokens, "encoder_tokens")).digest()
 
 
 class AttachedEncoderDecoder(AttachedModel):

@@ -15,8 +15,10 @@ from kvtier.tiering.ledger.key import Namespace, TokenKeys
 from kvtier.tiering.ledger.node import Node, Walk
 from kvtier.tiering.ledger.prefix import usable_prefix
 from kvtier.tiering.ledger.request import Request
-from kvtier.tiering.ledger.room import Demand
 from kvtier.tiering.ledger.state import LedgerState
+
+Demand = tuple[list[int], list[set[int]]]
+"""By group: how many primary blocks are taken, and the ids of those that must stay meanwhile."""
 
 
 class AdmissionPlan:

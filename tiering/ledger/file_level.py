@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Final, cast
 
 from kvtier.policies.eviction import BACKING, GRADE_LISTS, EvictionQueues
@@ -354,3 +356,12 @@ class FileLevel(LevelTable):
         if level == NVME and handle.file_uses == 0 and handle.owner is None and not handle.has_content and slot not in self.quarantined:
             self.moves.discard(self.group, slot)  # forgotten meanwhile: the row stayed for the tool
         self._settle_after_busy(handle)
+
+
+def adopt_rows(levels: Sequence[FileLevel], rows: Iterable[tuple[int, int, bytes, int, float, int]],
+               quarantined: Iterable[tuple[int, int]]) -> None:
+    """At start: what a store directory holds, as ``WarmRow``, and (group, slot) that must not be used. ``levels`` by group."""
+    for group, slot in quarantined:
+        levels[group].quarantine_slot(slot)
+    for group, slot, key, priority, expiry, _hits in sorted(rows, key=itemgetter(5)):
+        levels[group].adopt_warm(slot, key, priority, expiry)

@@ -6,9 +6,9 @@ them are moved up to the next block boundary (the *bubble*), so that sink blocks
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, RequestError
 
 FULL: Final = 0       # attention over everything, MLA included
 WINDOW: Final = 1     # attention over the last ``window`` tokens, and the sinks
@@ -103,3 +103,10 @@ class GroupGeometry:
     def keeps_state(self, position: int, num_tokens: int) -> bool:
         """Whether a recurrent group keeps the state at the end of this block of a prompt: a snapshot, or its last full block."""
         return (position + 1) % self.snapshot_blocks == 0 or position == num_tokens // self.tokens_per_block - 1
+
+
+def checked_group(group: Any, count: int) -> int:
+    """The number of a group, of ``count``. RequestError for anything else."""
+    if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < count:
+        raise RequestError(f"group={group!r}: this layout has " + (f"groups 0..{count - 1}" if count > 1 else "one group, numbered 0"))
+    return group

@@ -11,13 +11,13 @@ RequestId = str | int
 
 
 class EngineJob:
-    """The Moves between an engine's pages and host slots that one plan has given out. Workers carry them out and they end together; which
-    pages they are (``EnginePages``) only the workers are told.
+    """Copies between an engine's pages and host slots that one plan has given out. Workers carry them out and they end together; which
+    pages they are only the workers are told.
 
     Attributes:
         number: ascending from 0.
+        request_id: whose job it is.
         group, keys, blocks: what travels; each block has one reference of the job's.
-        generations: of each host slot when it was planned.
         is_store: engine to host; otherwise host to engine.
         deadline: when it is given up, on the ledger's clock.
         levels: of a load, where each block was found.

@@ -8,12 +8,12 @@ and report. Whatever a job uses is referenced, so no slot is given up under a co
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import itemgetter
 from typing import cast
 
 from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.pools.pool_index import NVME, SECONDARY, level_of
 from kvtier.tiering.ledger.block import Block
+from kvtier.tiering.ledger.file_level import adopt_rows
 from kvtier.tiering.ledger.key_finding import KeyFinder
 from kvtier.tiering.ledger.key_jobs import EngineJob, KeyRequest
 from kvtier.tiering.ledger.keyed_level import WHOLE, KeyedLevel
@@ -265,10 +265,7 @@ class KeyLedger(KeyFinder):
 
     def adopt_store(self, rows: Iterable[tuple[int, int, bytes, int, float, int]], quarantined: Sequence[tuple[int, int]]) -> None:
         """At start: what the store directory holds, as ``WarmRow``; ``quarantined`` are (group, slot) that must not be used."""
-        for group, slot in quarantined:
-            self.allocators[group].quarantine_slot(slot)
-        for group, slot, key, priority, expiry, _hits in sorted(rows, key=itemgetter(5)):
-            self.allocators[group].adopt_warm(slot, key, priority, expiry)
+        adopt_rows(self.allocators, rows, quarantined)
 
     def count_on(self, before: KeyLedger) -> None:
         """What has been counted, in place of another ledger: nobody's counters go back."""

@@ -7,29 +7,28 @@ time in, and fetches the numbered records with ``moves.take()`` before letting g
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import itemgetter
 from typing import Any, Protocol, cast
 
 from kvtier.errors import CapacityError, RequestError, UnknownBlock
 from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.policies.retention import check_priority, priority_of
-from kvtier.pools.pool_index import LEVEL_NAMES, PRIMARY, SECONDARY, level_of
+from kvtier.pools.pool_index import LEVEL_NAMES, NUM_LEVELS, PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger import beams, decoding, drafts, prefill
-from kvtier.tiering.ledger.admission import AdmissionPlan, BatchPlanner, has_private_tail, may_reuse, most_reusable
+from kvtier.tiering.ledger.admission import AdmissionPlan, BatchPlanner, may_reuse, most_reusable
 from kvtier.tiering.ledger.admitting import carry_out
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.block import Block
-from kvtier.tiering.ledger.chunks import most_in_prefill
 from kvtier.tiering.ledger.confirming import note_delivery, store
 from kvtier.tiering.ledger.decoding import require_reported
 from kvtier.tiering.ledger.draft_tree import DraftTree
-from kvtier.tiering.ledger.group import WINDOW, GroupSpec
+from kvtier.tiering.ledger.file_level import adopt_rows
+from kvtier.tiering.ledger.group import GroupSpec
 from kvtier.tiering.ledger.keeping import change_priority
 from kvtier.tiering.ledger.losing import lose
 from kvtier.tiering.ledger.moves import Move
 from kvtier.tiering.ledger.prefix import stored_rows
 from kvtier.tiering.ledger.request import Request
-from kvtier.tiering.ledger.room import lacks_room, least_lack, require_room
+from kvtier.tiering.ledger.room import require_room, require_room_for_batch
 from kvtier.tiering.ledger.rules import LedgerRules
 from kvtier.tiering.ledger.sequence import ActiveSequence, Lease
 from kvtier.tiering.ledger.state import LedgerState
@@ -60,6 +59,7 @@ class Ledger(LedgerState):
     Args:
         groups: the groups of layers, by their numbers.
         tokens_per_block: tokens of a full block.
+        rules: thresholds and switches.
     """
 
     def __init__(self, groups: Sequence[GroupSpec], tokens_per_block: int, rules: LedgerRules) -> None:
@@ -110,45 +110,11 @@ class Ledger(LedgerState):
                 plan = planner.plans[-1]
                 inbound = cast(Any, self.inbound)  # an answer may be of any type, whatever the protocol says
                 planner.ask_elsewhere(plan, inbound.num_new_matched_tokens(request, plan.num_matched * self.tokens_per_block))
-        self._require_room_for(planner, batch_ids)
+        require_room_for_batch(planner)
         self.forget_followed()
         sequences = carry_out(self, planner.plans, self._next_order)
         self._next_order += len(sequences)
         return sequences
-
-    def _require_room_for(self, planner: BatchPlanner, batch_ids: set[int]) -> None:
-        if self.is_chunked:
-            self._require_room_for_chunks(planner)
-        is_plenty = True
-        for group, allocator in enumerate(self.allocators):
-            if planner.most_primary(group) > allocator.queues.num_free(PRIMARY):
-                is_plenty = False
-        if is_plenty:
-            return
-        demands = [planner.demand()]
-        if lacks_room(self, demands[-1]):
-            planner.give_up_copies()
-            demands.append(planner.demand())
-        if self.is_chunked and lacks_room(self, demands[-1]):
-            planner.give_up_parts()
-            demands.append(planner.demand())
-        if lacks_room(self, demands[-1]):
-            raise least_lack(self, demands, f"requests {sorted(batch_ids)}")
-
-    def _require_room_for_chunks(self, planner: BatchPlanner) -> None:
-        """Refuse a prompt that would wait for ever: the pool could not hold its window and a chunk even if nobody else were there."""
-        for group, allocator in enumerate(self.allocators):
-            geometry = self.geometries[group]
-            total = allocator.num_blocks[PRIMARY]
-            for plan in planner.plans:
-                request = plan.request
-                tails = request.beam_width - 1 if has_private_tail(self, request, group) else 0
-                if geometry.kind != WINDOW or geometry.num_blocks(request.num_tokens) + tails <= total:
-                    continue
-                needed = [0] * len(self.groups)
-                needed[group] = most_in_prefill(geometry, self.rules.chunk_size, request.num_tokens, tails)
-                if needed[group] > total:
-                    require_room(self, needed, [], f"request {request.id}, computed in chunks of {self.rules.chunk_size} tokens")
 
     # -- growing ---------------------------------------------------------------------------------------------------------
 
@@ -183,18 +149,12 @@ class Ledger(LedgerState):
         sequence = self.sequences.get(request_id)
         if self.is_chunked and sequence is not None:
             prefill.advance(self, sequence)
-            if not self.paused.keys() - {request_id}:
-                prefill.extend(self, sequence)
-
-    def extend_prefill(self, request_id: Any) -> bool:
-        """Try to give a paused sequence the blocks of its next chunk, in all window groups or in none.
-
-        Returns whether it has blocks to go on with.
-        """
-        return prefill.extend(self, self.sequence(request_id))
+            if list(self.paused) == [request_id]:  # otherwise others are served first, at the next step
+                prefill.resume(self, [request_id])
 
     def resume_prefills(self, ids: Sequence[int]) -> None:
-        """Try it for all of these that are paused, longest wait first."""
+        """Try to give these sequences, as far as they are paused, the blocks of their next chunks, longest wait first. Each gets them in
+        all window groups or in none."""
         if self.paused:
             prefill.resume(self, ids)
 
@@ -424,14 +384,10 @@ class Ledger(LedgerState):
         if sequence.delivered:
             return
         sequence.delivered = True
-        left = sequence.valid
-        for level in sequence.origin_levels:
-            tokens = min(left, self.tokens_per_block)
-            if tokens <= 0:
-                break
-            self.counters.hit_tokens[level] += tokens
-            self.counters.hit_blocks[level] += 1
-            left -= tokens
+        tokens, blocks = sequence.hits()
+        for level in range(NUM_LEVELS):
+            self.counters.hit_tokens[level] += tokens[level]
+            self.counters.hit_blocks[level] += blocks[level]
 
     # -- start and reset -------------------------------------------------------------------------------------------------
 
@@ -442,10 +398,7 @@ class Ledger(LedgerState):
             rows: as :class:`WarmRow`. Those with more hits count as used more recently.
             quarantined: (group, slot) of NVMe slots that must not be used.
         """
-        for group, slot in quarantined:
-            self.allocators[group].quarantine_slot(slot)
-        for group, slot, key, priority, expiry, _hits in sorted(rows, key=itemgetter(5)):
-            self.allocators[group].adopt_warm(slot, key, priority, expiry)
+        adopt_rows(self.allocators, rows, quarantined)
 
     def reset(self) -> None:
         """Forget all cached content on all levels.

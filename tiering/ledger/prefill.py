@@ -46,16 +46,6 @@ def resume(state: LedgerState, ids: Sequence[int]) -> None:
             _extend(state, sequence, closed)
 
 
-def extend(state: LedgerState, sequence: ActiveSequence) -> bool:
-    """One attempt to end a pause. Returns whether the sequence has blocks to go on with."""
-    if sequence.id not in state.paused:
-        return True
-    if sequence.must_preempt or sequence.must_report:
-        return False
-    _leave_windows(state, sequence)
-    return _extend(state, sequence, [False] * len(state.groups))
-
-
 def cut_back(state: LedgerState, sequence: ActiveSequence) -> None:
     """The engine hears of a loss: window rows end with what is still computed, and the sequence goes on from there chunk by chunk."""
     sequence.must_cut = False

@@ -7,7 +7,10 @@ from typing import Final
 from kvtier.errors import CapacityError
 from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.pools.pool_index import PRIMARY, level_of
+from kvtier.tiering.ledger.admission import BatchPlanner, Demand, has_private_tail
 from kvtier.tiering.ledger.allocator import BlockAllocator
+from kvtier.tiering.ledger.chunks import most_in_prefill
+from kvtier.tiering.ledger.group import WINDOW
 from kvtier.tiering.ledger.sequence import ActiveSequence
 from kvtier.tiering.ledger.state import LedgerState
 
@@ -16,17 +19,53 @@ NOTHING: Final[set[int]] = set()
 NOTHING_WANTED: Final[list[set[int]]] = []
 """Who asks for room beside nothing in any group. Shared, never changed."""
 
-Demand = tuple[list[int], list[set[int]]]
-"""By group: how many primary blocks are taken, and the ids of those that must stay meanwhile."""
+
+def require_room_for_batch(planner: BatchPlanner) -> None:
+    """Raise CapacityError unless the batch has room as it is planned, or with less reuse: then the plans have given that up."""
+    state = planner.state
+    if state.is_chunked:
+        _refuse_endless_waits(planner)
+    is_plenty = True
+    for group, allocator in enumerate(state.allocators):
+        if planner.most_primary(group) > allocator.queues.num_free(PRIMARY):
+            is_plenty = False
+    if is_plenty:
+        return
+    demands = [planner.demand()]
+    if _lacks_room(state, demands[-1]):
+        planner.give_up_copies()
+        demands.append(planner.demand())
+    if state.is_chunked and _lacks_room(state, demands[-1]):
+        planner.give_up_parts()
+        demands.append(planner.demand())
+    if _lacks_room(state, demands[-1]):
+        raise _least_lack(state, demands, f"requests {sorted(plan.request.id for plan in planner.plans)}")
 
 
-def lacks_room(state: LedgerState, demand: Demand) -> bool:
+def _refuse_endless_waits(planner: BatchPlanner) -> None:
+    """A prompt whose window and a chunk the pool could not hold even if nobody else were there would be admitted, and wait for ever."""
+    state = planner.state
+    for group, allocator in enumerate(state.allocators):
+        geometry = state.geometries[group]
+        total = allocator.num_blocks[PRIMARY]
+        for plan in planner.plans:
+            request = plan.request
+            tails = request.beam_width - 1 if has_private_tail(state, request, group) else 0
+            if geometry.kind != WINDOW or geometry.num_blocks(request.num_tokens) + tails <= total:
+                continue
+            needed = [0] * len(state.groups)
+            needed[group] = most_in_prefill(geometry, state.rules.chunk_size, request.num_tokens, tails)
+            if needed[group] > total:
+                require_room(state, needed, NOTHING_WANTED, f"request {request.id}, computed in chunks of {state.rules.chunk_size} tokens")
+
+
+def _lacks_room(state: LedgerState, demand: Demand) -> bool:
     """Whether a group has too few blocks for it."""
     needed, protected = demand
     return any(needed[group] > free_beside(allocator, protected[group]) for group, allocator in enumerate(state.allocators))
 
 
-def least_lack(state: LedgerState, demands: list[Demand], what: str) -> CapacityError:
+def _least_lack(state: LedgerState, demands: list[Demand], what: str) -> CapacityError:
     """Of several ways to admit a batch, none of which has room, the error of the one that asks for the fewest pre-emptions. What is
     reused may be others' blocks, which cost nothing; the whole prompt without it may take the place of all of them."""
     least: CapacityError | None = None

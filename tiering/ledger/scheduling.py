@@ -28,8 +28,7 @@ class WhatIf:
     def remove(self, state: LedgerState, sequence: ActiveSequence, group: int = 0) -> int:
         """As if the sequence were removed, from all groups. Returns how many primary blocks of ``group`` that would free: none the
         second time, and none that a file is being read into or written from, for those are free only later."""
-        if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(self.freed):
-            raise RequestError(f"group={group!r}: this layout has groups 0..{len(self.freed) - 1}")
+        state.check_group(group)
         before = self.freed[group]
         if sequence.order in self._removed:
             return 0

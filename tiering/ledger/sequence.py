@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvtier.errors import RequestError
+from kvtier.pools.pool_index import NUM_LEVELS
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.draft_tree import DraftTree
 from kvtier.tiering.ledger.key import Namespace, TokenKeys
@@ -116,6 +117,20 @@ class ActiveSequence:
     @property
     def num_tokens(self) -> int:
         return self.keys.num_tokens
+
+    def hits(self) -> tuple[list[int], list[int]]:
+        """Tokens and blocks that reuse has brought, by the level they were found on."""
+        tokens = [0] * NUM_LEVELS
+        blocks = [0] * NUM_LEVELS
+        tokens_per_block = self.keys.tokens_per_block
+        left = self.valid
+        for level in self.origin_levels:
+            if left <= 0:
+                break
+            tokens[level] += min(left, tokens_per_block)
+            blocks[level] += 1
+            left -= tokens_per_block
+        return tokens, blocks
 
     def storable_tokens(self) -> int:
         """What may enter the tree: what was computed, and never the newest token. Of beams, what they share: the prompt's full blocks."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvtier.errors import RequestError, UnknownRequest
+from kvtier.errors import UnknownRequest
 from kvtier.policies.eviction import eviction_queues
 from kvtier.policies.use_history import UseHistory
 from kvtier.pools.pool_index import NUM_LEVELS
 from kvtier.tiering.ledger.allocator import BlockAllocator
 from kvtier.tiering.ledger.chunks import scratch_budgets
 from kvtier.tiering.ledger.events import EventLog
-from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupGeometry, GroupSpec
+from kvtier.tiering.ledger.group import CROSS, FULL, RECURRENT, WINDOW, GroupGeometry, GroupSpec, checked_group
 from kvtier.tiering.ledger.key import Namespace, TokenKeys
 from kvtier.tiering.ledger.moves import MoveLog
 from kvtier.tiering.ledger.node import Walk
@@ -86,9 +86,7 @@ class LedgerState:
 
     def check_group(self, group: Any) -> int:
         """The number of a group. RequestError unless the layout has it."""
-        if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(self.groups):
-            raise RequestError(f"group={group!r}: this layout has groups 0..{len(self.groups) - 1}")
-        return group
+        return checked_group(group, len(self.groups))
 
     def follow(self, request: Request, num_tokens: int) -> Followed:
         """Follow a prompt's first ``num_tokens`` tokens. A scheduler asks about a request several times before it admits it: the last

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from kvtier.io.direct_file import aligned_buffer
-from kvtier.io.manifest import Place
-from kvtier.io.nvme_store import BlockWrite, NvmeStore
+from kvtier.io.manifest_rows import Place
+from kvtier.io.nvme_store import NvmeStore
+from kvtier.io.store_messages import BlockWrite
 from kvtier.pools.nvme_geometry import NvmeGeometry
 
 NAMESPACE = '{"model": "tiny@1", "layout": "uniform-2x1x8"}'

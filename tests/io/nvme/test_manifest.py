@@ -14,8 +14,9 @@ from interrupting import cut_short
 
 import kvtier.io.manifest
 from kvtier.errors import TransferError
-from kvtier.io.manifest import Manifest, ManifestRow, QuarantineRow, wal_path
-from kvtier.io.wal_check import claimed_frames
+from kvtier.io.manifest import Manifest
+from kvtier.io.manifest_rows import ManifestRow, QuarantineRow
+from kvtier.io.wal_check import claimed_frames, wal_path
 
 NAMESPACE = b"n" * 32
 MODULE = Path(kvtier.io.manifest.__file__)

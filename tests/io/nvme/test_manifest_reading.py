@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.io import manifest_reading
-from kvtier.io.manifest import Manifest, ManifestRow, collector_paused
+from kvtier.io.collector import collector_paused
+from kvtier.io.manifest import Manifest
 from kvtier.io.manifest_reading import sound_rows
-from kvtier.io.manifest_rows import ManifestContents
+from kvtier.io.manifest_rows import ManifestContents, ManifestRow
 
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 ROWS = st.builds(ManifestRow, INT64, INT64, st.binary(min_size=32, max_size=32), INT64, st.binary(min_size=16, max_size=16), INT64,

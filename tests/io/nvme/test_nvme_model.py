@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtier.errors import CorruptBlock, TransferError
-from kvtier.io.nvme_store import BlockWrite, NvmeStore
+from kvtier.io.nvme_store import NvmeStore
+from kvtier.io.store_messages import BlockWrite
 from kvtier.pools.nvme_geometry import PAGE_BYTES, NvmeGeometry
 
 BLOCK_BYTES = (4096, 700)

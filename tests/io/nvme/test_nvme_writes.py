@@ -12,7 +12,7 @@ import pytest
 from kvtier.errors import TransferError
 from kvtier.io.direct_file import aligned_buffer
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
-from kvtier.io.nvme_store import BlockWrite
+from kvtier.io.store_messages import BlockWrite
 from kvtier.io.write_pause import FIRST_SECONDS, LONGEST_SECONDS
 from kvtier.pools.nvme_geometry import NvmeGeometry
 

@@ -1,4 +1,4 @@
-"""A tiny random model, what it generates by itself, and loops that serve it; small engines of TensorRT-LLM's kind."""
+"""A tiny random model, what it generates by itself, and loops that serve it; small engines of TensorRT-LLM's and SGLang's kind."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvtier.tiering.attach import tensorrt_llm_worker
 from kvtier.tiering.attach.serving_loop import ServingLoop
+from kvtier.tiering.attach.sglang import TieredHiCache
 from kvtier.tiering.attach.tensorrt_llm import TieredScheduler, TieredWorker
 from kvtier.tiering.attach.transformers import AttachedModel, layout_of
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode puts no folder there
 from attached_loops import TOKENS_PER_BLOCK, AttachedLoops
 from scripted_cache import ScriptedCache
+from sglang_double import Controller, HostPool, StorageConfig
 from tensorrt_double import Engine
 
 
@@ -114,3 +116,28 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
             assert all(len(free) == engine.caches[0][0].shape[0] for free in engine.free)
         engine.close()
         engine.close()
+
+
+@pytest.fixture
+def attach() -> Iterator[Callable[..., Controller]]:
+    """Attaches SGLang's backends to pools; at the end nothing is leased or under way, and every invariant stands."""
+    attached: list[Controller] = []
+
+    def attach(pool: HostPool | None = None, interface_v1: int = 1, secondary: str = "32 blocks", rank: int = 0, ranks: int = 1,
+               is_mla: bool = False, **settings: Any) -> Controller:
+        extra = {"backend_name": "kvtier", "module_path": "kvtier.tiering.attach.sglang", "class_name": "TieredHiCache",
+                 "secondary": secondary} | settings | ({"interface_v1": 1} if interface_v1 else {})
+        config = StorageConfig(extra, tp_rank=rank, tp_size=ranks, is_mla_model=is_mla)
+        controller = Controller(TieredHiCache(config, {}), pool or HostPool(seed=1), config)
+        attached.append(controller)
+        return controller
+
+    yield attach
+    for controller in attached:
+        store = controller.backend._store
+        if store is not None:
+            store.index.verify()
+            stats = store.index.stats()
+            assert (stats.leases, stats.jobs, stats.requests) == (0, 0, 0)
+        controller.backend.close()
+        controller.backend.close()

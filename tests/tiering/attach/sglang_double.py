@@ -3,7 +3,9 @@ cache controller that calls the backend. Written from the names and shapes of th
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,3 +165,23 @@ class Controller:
             if found < len(batch):
                 break
         return count
+
+
+def chain(count: int, prompt: int = 0) -> list[str]:
+    """Keys as SGLang makes them: a chain of SHA-256 in hex."""
+    keys, last = [], f"prompt {prompt}"
+    for _ in range(count):
+        last = hashlib.sha256(last.encode()).hexdigest()
+        keys.append(last)
+    return keys
+
+
+def same_pages(left: HostPool, lefts: list[int], right: HostPool, rights: list[int]) -> bool:
+    """Whether these pages hold the same bytes."""
+    return all(torch.equal(left.get_data_page(one * left.page_size), right.get_data_page(other * right.page_size))
+               for one, other in zip(lefts, rights, strict=True))
+
+
+def nvme(folder: Path, **more: Any) -> dict[str, Any]:
+    """Settings of a backend with an NVMe level in this folder."""
+    return {"nvme": "64 blocks", "nvme_directory": str(folder), "nvme_free_space_reserve": "1MiB", "model": "m@1:0"} | more

@@ -127,7 +127,8 @@ class Driver:
         sequence = self.ledger.sequence(request_id)
         end = sequence.num_tokens if num_tokens is None else max(num_tokens, sequence.computed)
         while self.ledger.is_chunked and sequence.covered < end:  # one chunk after the other, as far as there are blocks
-            if not self.ledger.extend_prefill(request_id) or not self.make_ready(request_id, decide):
+            self.ledger.resume_prefills([request_id])
+            if self.ledger.is_paused(request_id) or not self.make_ready(request_id, decide):
                 return False
             step = min(sequence.covered, end)
             self._write(sequence, sequence.computed, step)

@@ -163,7 +163,8 @@ def test_two_long_prompts_that_share_scratch_for_one_chunk_take_turns() -> None:
     assert not run.ledger.is_paused(first.id)
     assert run.ledger.is_paused(second.id)
     assert positions(run, second) == 0
-    assert not run.ledger.extend_prefill(second.id)
+    run.ledger.resume_prefills([second.id])
+    assert run.ledger.is_paused(second.id)
     assert run.compute(first, 16)
     assert run.ledger.is_paused(first.id), "who waits already is served before who has just been"
     run.ledger.resume_prefills([first.id, second.id])
@@ -203,7 +204,8 @@ def test_scratch_comes_back_when_a_waiting_or_a_computing_sequence_is_dropped() 
     run.drop(second)
     run.drop(first)
     assert run.ledger.scratch_used == [0]
-    assert run.ledger.extend_prefill(third.id)
+    run.ledger.resume_prefills([third.id])
+    assert not run.ledger.is_paused(third.id)
     run.finish()
 
 
@@ -230,7 +232,8 @@ def test_without_free_blocks_a_sequence_waits_until_another_ends() -> None:
     assert run.compute(first, 16)
     assert run.compute(second, 16)
     assert [run.ledger.is_paused(sequence.id) for sequence in (first, second)] == [False, True]
-    assert not run.ledger.extend_prefill(second.id)
+    run.ledger.resume_prefills([second.id])
+    assert run.ledger.is_paused(second.id)
     run.drop(first)
     assert run.compute(second)
     run.finish()

@@ -114,7 +114,8 @@ def test_beams_behind_a_window_never_reserve_more_than_they_were_admitted_for(wi
 def compute_in_chunks(ledger: Ledger, request_id: int) -> None:
     sequence = ledger.sequence(request_id)
     while sequence.computed < sequence.num_tokens:
-        assert ledger.extend_prefill(request_id)
+        ledger.resume_prefills([request_id])
+        assert not ledger.is_paused(request_id)
         ledger.mark_computed(request_id, sequence.covered)
 
 

@@ -16,14 +16,15 @@ import pytest
 
 from kvtier.errors import CorruptBlock, TransferError
 from kvtier.io.device import CudaDevice, open_device
-from kvtier.io.nvme_store import BlockWrite
+from kvtier.io.store_messages import BlockWrite
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.layout import KVLayout
 from kvtier.pools.pool_index import NVME, PRIMARY, PoolIndex, level_of, pool_index, slot_of
 from kvtier.pools.primary import PrimaryPool
 from kvtier.tiering.ledger.moves import Discard, Move
-from kvtier.tiering.transfer import MoveResult, TransferManager
+from kvtier.tiering.transfer import TransferManager
+from kvtier.tiering.transfer_results import MoveResult
 
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", tokens_per_block=4)
 WAIT = 10.0

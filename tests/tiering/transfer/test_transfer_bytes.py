@@ -25,7 +25,8 @@ from kvtier.pools.nvme_geometry import NvmeGeometry
 from kvtier.pools.pool_index import pool_index
 from kvtier.pools.primary import PrimaryPool
 from kvtier.tiering.ledger.moves import Discard, Move
-from kvtier.tiering.transfer import MoveResult, TransferManager
+from kvtier.tiering.transfer import TransferManager
+from kvtier.tiering.transfer_results import MoveResult
 
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=4, head_dim=32, dtype="float32", tokens_per_block=4)
 FLOATS = 2048

@@ -15,7 +15,7 @@ from kvtier.errors import ConfigError, CorruptBlock, TransferError
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
 from kvtier.pools.pool_index import pool_index
 from kvtier.tiering import file_lane
-from kvtier.tiering.transfer import MoveResult
+from kvtier.tiering.transfer_results import MoveResult
 
 P, S, N = ([pool_index(level, slot) for slot in range(8)] for level in range(3))
 

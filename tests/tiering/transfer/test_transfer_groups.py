@@ -21,7 +21,8 @@ from kvtier.pools.layout import KVLayout, LayerGroup, LayerSpec
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, PoolIndex, level_of, pool_index, slot_of
 from kvtier.pools.sizing import PoolSizes, nvme_geometries
 from kvtier.tiering.ledger.moves import Discard, Move
-from kvtier.tiering.transfer import MoveResult, TransferManager
+from kvtier.tiering.transfer import TransferManager
+from kvtier.tiering.transfer_results import MoveResult
 
 WINDOW, FULL, STATES = range(3)
 LAYOUT = KVLayout([LayerSpec.attention(2, 16, window=8, scale_bytes=1, indexer_bytes=20), LayerSpec.attention(4, 32, value_dim=16),
