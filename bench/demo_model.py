@@ -184,9 +184,11 @@ def _keep_copy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, targe
             tokenizer.save_pretrained(str(staging))
         staging.rename(target)
         say(f"kept a dequantised copy in {target}")
-    except (OSError, SafetensorError) as error:
+    except BaseException as error:  # Ctrl-C too: nobody would look for half a gigabyte there
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
+        if not isinstance(error, (OSError, SafetensorError)):
+            raise
         if not target.is_dir():  # otherwise another run has just kept the same copy
             say(f"could not keep a dequantised copy in {target} ({error})")
 

@@ -66,17 +66,23 @@ class BlockWriter:
         begun: list[CpuEvent] = []
         failed: list[int] = []  # offsets; a thread that fails says so here at once
         ahead = _AHEAD * len(self._streams)
-        for number, run in enumerate(runs):
-            if number >= ahead:
-                _wait(begun[number - ahead])  # its header pages are free again
-            if failed:
-                break
-            headers, buffers, offset, slab = self._prepare(items, run, written, self._page_for(number % ahead))
-            for position, header in zip(run, headers, strict=True):
-                outcome[position] = header  # as long as nothing is said against it
-            begun.append(self._streams[number % len(self._streams)].submit(_Write(slab, offset, buffers, failed)))
+        try:
+            for number, run in enumerate(runs):
+                if number >= ahead:
+                    _wait(begun[number - ahead])  # its header pages are free again
+                if failed:
+                    break
+                headers, buffers, offset, slab = self._prepare(items, run, written, self._page_for(number % ahead))
+                for position, header in zip(run, headers, strict=True):
+                    outcome[position] = header  # as long as nothing is said against it
+                begun.append(self._streams[number % len(self._streams)].submit(_Write(slab, offset, buffers, failed)))
+            for event in begun:
+                _wait(event)
+        except BaseException:  # cut short: a write that is still under way must neither find other data nor come after its slot's next one
+            for stream in self._streams:
+                stream.synchronize()
+            raise
         for event, run in zip(begun, runs, strict=False):
-            _wait(event)
             if event.error is not None:
                 error = event.error if isinstance(event.error, Exception) else TransferError(f"broken off: {event.error!r}")
                 for position in run:

@@ -94,7 +94,11 @@ class CpuStream:
         self._num_reported = 0  # written by the reporter only
         self._reporter: threading.Thread | None = None  # until it is needed
         self._woken = finished_event()  # not done: the worker sleeps, or has something to do and has not woken up yet
-        self._thread = start_thread(self._run, f"kvtier-{name}")
+        try:
+            self._thread = start_thread(self._run, f"kvtier-{name}")
+        except BaseException:  # cut short, it may have been started
+            self._queue.put(None)
+            raise
 
     def submit(self, work: Callable[[], None], after: Sequence[Event] = (),
                done: Callable[[Event], None] | None = None) -> CpuEvent:

@@ -110,22 +110,23 @@ class HandoverFolder:
             TransferError: the file cannot be made.
         """
         name = f"{uuid.uuid4().hex}-0.part"
+        file = -1
         try:
             with self._alone():
                 self._require_room(num_bytes)
                 file = self._create(name, num_bytes)
-            try:
-                os.posix_fallocate(file, 0, num_bytes)  # so that a full file system is an error here, and not in the middle
-            except BaseException:
+            os.posix_fallocate(file, 0, num_bytes)  # so that a full file system is an error here, and not in the middle
+            return file, name
+        except BaseException as error:  # Ctrl-C too: a file that stays open would count as being written as long as this process lives
+            if file >= 0:
                 self.unlink(name)
                 os.close(file)
+            if not isinstance(error, OSError):
                 raise
-        except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
                 raise CapacityError(f"{self.directory}: its file system has no room for {format_bytes(num_bytes)}; hand over later, or "
                                     "enlarge it") from error
             raise TransferError(f"{self.directory}: a file of {format_bytes(num_bytes)} cannot be made: {error.strerror}") from error
-        return file, name
 
     def publish(self, name: str, deadline: float) -> str:
         """The file is complete. Returns the name under which readers open it until the deadline, in wall-clock seconds. TransferError when
@@ -238,7 +239,7 @@ class HandoverFolder:
                 with turn(file):
                     if lock_byte(file, WRITER) and os.fstat(file).st_nlink:
                         return file
-            except (OSError, TransferError):
+            except BaseException:
                 self.unlink(name)
                 os.close(file)
                 raise

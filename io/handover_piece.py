@@ -72,8 +72,8 @@ class PieceWriter:
         self.shape = shape
         self._folder = folder
         self._table = bytearray(shape.table_bytes)
-        self._file, self.name = folder.create(shape.num_bytes)
         self._is_published = False
+        self._file, self.name = folder.create(shape.num_bytes)
 
     def write(self, group: int, first: int, rows: Bytes, keys: Sequence[bytes], positions: Sequence[int]) -> None:
         """Blocks of a group from number ``first`` on: uint8 ``[blocks, block_bytes]``, contiguous, with their keys and places in a prompt.

@@ -12,9 +12,9 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from kvtier.errors import TransferError
 from kvtier.io.collector import collector_paused
@@ -146,8 +146,7 @@ class Manifest:
             totals = self._totals_without(new)
             for digest in digests.values():
                 totals = totals._replace(blocks=totals.blocks + 1, blocks_xor=totals.blocks_xor ^ digest)
-            self._commit([(_INSERT_BLOCK, [(*row, digests[place]) for place, row in new.items()])], totals)
-            self._rows.update(new)
+            self._commit([(_INSERT_BLOCK, [(*row, digests[place]) for place, row in new.items()])], totals, lambda: self._rows.update(new))
 
     def delete(self, places: Iterable[Place]) -> int:
         """Delete the rows of these slots, where there are any, and return how many there were."""
@@ -155,9 +154,7 @@ class Manifest:
             self._refresh()
             present = [place for place in dict.fromkeys(places) if place in self._rows]
             if present:
-                self._commit([(_DELETE_BLOCK, present)], self._totals_without(present))
-                for place in present:
-                    del self._rows[place]
+                self._commit([(_DELETE_BLOCK, present)], self._totals_without(present), lambda: _drop(self._rows, present))
             return len(present)
 
     def quarantine(self, entries: Sequence[QuarantineRow]) -> None:
@@ -170,11 +167,13 @@ class Manifest:
             totals = self._totals_without(new)
             for entry in new.values():
                 totals = totals._replace(quarantined=totals.quarantined + 1, quarantined_xor=totals.quarantined_xor ^ entry.digest())
+
+            def move() -> None:
+                _drop(self._rows, new)
+                self._quarantine.update(new)
+
             self._commit([(_DELETE_BLOCK, list(new)), (_INSERT_QUARANTINE, [(*entry, entry.digest()) for entry in new.values()])],
-                         totals)
-            for place in new:
-                self._rows.pop(place, None)
-            self._quarantine.update(new)
+                         totals, move)
 
     def release(self) -> int:
         """Put every slot of the quarantine back into service, empty; returns how many there were."""
@@ -182,8 +181,8 @@ class Manifest:
             self._refresh()
             released = list(self._quarantine)
             if released:
-                self._commit([(_DELETE_QUARANTINE, released)], self._totals._replace(quarantined=0, quarantined_xor=0))
-                self._quarantine.clear()
+                self._commit([(_DELETE_QUARANTINE, released)], self._totals._replace(quarantined=0, quarantined_xor=0),
+                             self._quarantine.clear)
             return len(released)
 
     def forget_beyond(self, num_slots: Sequence[int]) -> tuple[int, int]:
@@ -200,11 +199,12 @@ class Manifest:
                 for place in quarantined:
                     totals = totals._replace(quarantined=totals.quarantined - 1,
                                              quarantined_xor=totals.quarantined_xor ^ self._quarantine[place].digest())
-                self._commit([(_DELETE_BLOCK, rows), (_DELETE_QUARANTINE, quarantined)], totals)
-                for place in rows:
-                    del self._rows[place]
-                for place in quarantined:
-                    del self._quarantine[place]
+
+                def forget() -> None:
+                    _drop(self._rows, rows)
+                    _drop(self._quarantine, quarantined)
+
+                self._commit([(_DELETE_BLOCK, rows), (_DELETE_QUARANTINE, quarantined)], totals, forget)
             return len(rows), len(quarantined)
 
     def clear(self, namespace_digest: bytes) -> None:
@@ -213,9 +213,8 @@ class Manifest:
         In memory the rows are gone even when the commit fails: on file they then belong to a namespace that is over.
         """
         with self._lock:
-            self._rows = {}
-            self._totals = self._totals._replace(namespace=namespace_digest, blocks=0, blocks_xor=0)
-            self._must_clear = True
+            totals = self._totals._replace(namespace=namespace_digest, blocks=0, blocks_xor=0)
+            self._rows, self._totals, self._must_clear = {}, totals, True
             self._refresh()
 
     def close(self, timeout: float) -> bool:
@@ -229,7 +228,8 @@ class Manifest:
                     self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
                 except SQLITE_ERRORS as error:
                     _log.warning("%s: the log could not be folded in at close (%s); the next start reads it", self.path, error)
-                self._connection.close()
+                finally:
+                    self._connection.close()
         finally:
             self._lock.release()
         return True
@@ -245,11 +245,13 @@ class Manifest:
             with contextlib.suppress(OSError):  # no log, or a filesystem without hard links
                 kept.unlink(missing_ok=True)
                 os.link(log, kept)
-            self._connection.close()  # SQLite folds the log in and deletes it, but only under its own name
-            if log.exists():
-                kept.unlink(missing_ok=True)
-            elif kept.exists():
-                os.rename(kept, log)
+            try:
+                self._connection.close()  # SQLite folds the log in and deletes it, but only under its own name
+            finally:
+                if log.exists():
+                    kept.unlink(missing_ok=True)
+                elif kept.exists():
+                    os.rename(kept, log)
 
     def _totals_without(self, places: Iterable[Place]) -> Totals:
         """The totals once the rows of ``places`` (where there are any) are gone."""
@@ -261,7 +263,8 @@ class Manifest:
                 blocks, xor = blocks - 1, xor ^ row.digest()
         return totals._replace(blocks=blocks, blocks_xor=xor)
 
-    def _commit(self, statements: Sequence[_Statement], totals: Totals) -> None:
+    def _commit(self, statements: Sequence[_Statement], totals: Totals, then: Callable[[], object] = lambda: None) -> None:
+        """``then`` changes the rows in memory in the same way."""
         if self._closed:
             raise TransferError(f"{self.path} is closed")
         execute = self._connection.execute
@@ -273,8 +276,10 @@ class Manifest:
                 self._connection.executemany(statement, parameters) if parameters != [()] else execute(statement)
             execute("INSERT OR REPLACE INTO totals VALUES (1, ?, ?, ?, ?, ?, ?)", (*totals, totals.digest()))
             execute("COMMIT")
+            self._totals = totals
+            then()
         except BaseException as error:  # Ctrl-C too: a transaction left open would keep the next one, and close, from the file
-            self._must_reload = True  # whether the commit reached the file is not known
+            self._must_reload = True  # whether the commit reached the file is not known, or memory has not followed it
             try:
                 if self._connection.in_transaction:
                     execute("ROLLBACK")
@@ -284,7 +289,6 @@ class Manifest:
                 raise
             why = outer_cause(error, self.path.parent) or f"{error}; check the health of the drive"
             raise TransferError(f"{self.path}: nothing was committed: {why}") from error
-        self._totals = totals
 
     def _refresh(self) -> None:
         """Before a change: make up for a clear that failed, and after a failed commit learn what the file really holds."""
@@ -337,6 +341,11 @@ class Manifest:
                 damage.append(str(error.__cause__))
             else:
                 self.write_error = error
+
+
+def _drop(rows: dict[Place, Any], places: Iterable[Place]) -> None:
+    for place in places:
+        rows.pop(place, None)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -75,7 +75,7 @@ class NvmeStore:
     @classmethod
     def open(cls, directory: str | Path, namespace: str, geometries: Sequence[NvmeGeometry], *, faults: Faults | None = None,
              free_space_reserve: int | None = None, sync: bool = False, clock: Callable[[], float] = time.time,
-             drive: DriveQueue | None = None) -> NvmeStore:
+             drive: DriveQueue | None = None, rebuild: bool = False) -> NvmeStore:
         """Open a directory, making it when it is missing or empty, and verify its manifest.
 
         More slots than before extend the slabs; with fewer, the blocks beyond the new end are dropped, aloud. A damaged
@@ -91,14 +91,20 @@ class NvmeStore:
                 the latest blocks and send some of the latest slots to the quarantine; a crash of the process costs neither.
             clock: wall-clock seconds.
             drive: the turns that reads and writes of blocks take; None for as many at once as there are threads that ask.
+            rebuild: make the manifest anew even if it is sound.
 
         Raises:
             ConfigError: the directory cannot be written, is in use, is not ours, belongs to another model or layout, or has
                 too little room; a slab is shorter than it was.
         """
-        opened = open_store(directory, namespace, geometries, faults=faults, free_space_reserve=free_space_reserve, sync=sync)
-        opened.manifest.faults = faults
-        return cls(opened, sync, clock, drive)
+        opened = open_store(directory, namespace, geometries, faults=faults, free_space_reserve=free_space_reserve, sync=sync,
+                            rebuild=rebuild)
+        try:
+            opened.manifest.faults = faults
+            return cls(opened, sync, clock, drive)
+        except BaseException:
+            opened.close()
+            raise
 
     def most_ahead(self, group: int) -> int:
         """How many neighbouring slots :meth:`read_ahead` may take at once; 1 where it is not worth while."""

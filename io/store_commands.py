@@ -19,7 +19,6 @@ from kvtier.errors import TransferError
 from kvtier.io.nvme_store import NvmeStore
 from kvtier.io.scrub import POSITION_NAME, Scrubbed, Scrubber, saved_place
 from kvtier.io.slab import FORMAT_VERSION
-from kvtier.io.store_open import open_store
 from kvtier.io.store_view import StoreView, geometries_of, identity_of, leftovers, view_store
 
 
@@ -213,8 +212,7 @@ def clear_store(path: Path) -> int:
 def _started(path: Path, rebuild: bool = False) -> Iterator[NvmeStore]:
     """The store with the namespace and shape that its directory names."""
     identity = identity_of(path)
-    opened = open_store(path, json.dumps(identity.namespace), geometries_of(identity), rebuild=rebuild)
-    store = NvmeStore(opened, sync=False, clock=time.time)
+    store = NvmeStore.open(path, json.dumps(identity.namespace), geometries_of(identity), rebuild=rebuild)
     try:
         yield store
     finally:

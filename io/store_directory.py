@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.errors import ConfigError
+from kvtier.io.byte_locks import lock_whole
 from kvtier.io.slab import FORMAT_VERSION
 from kvtier.io.sqlite_errors import NO_ROOM
 
@@ -109,23 +110,26 @@ class StoreDirectory:
         """
         path = expand(directory)
         wanted = StoreIdentity(parse_namespace(namespace), tuple(block_bytes), (0,) * len(block_bytes))
-        with contextlib.ExitStack() as undo:
-            try:
-                path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                refuse_foreign(path)
-                lock_descriptor = take_lock(path)
-                undo.callback(os.close, lock_descriptor)
-                path.chmod(0o700)
-                remove_temporary(path)
-                identity = read_identity(path)
-                if identity is None:
-                    identity = wanted
-                    write_atomically(path / IDENTITY_NAME, identity.to_json())
-            except OSError as error:
-                raise unusable(path, error) from error
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            refuse_foreign(path)
+            lock_descriptor = take_lock(path)
+        except OSError as error:
+            raise unusable(path, error) from error
+        try:
+            path.chmod(0o700)
+            remove_temporary(path)
+            identity = read_identity(path)
+            if identity is None:
+                identity = wanted
+                write_atomically(path / IDENTITY_NAME, identity.to_json())
             _require_equal(path, identity, wanted)
-            undo.pop_all()
-        return cls(path, lock_descriptor, identity)
+            return cls(path, lock_descriptor, identity)
+        except BaseException as error:  # Ctrl-C too: a lock that nobody gives back would keep this very process out
+            os.close(lock_descriptor)
+            if isinstance(error, OSError):
+                raise unusable(path, error) from error
+            raise
 
     def slab_path(self, group: int) -> Path:
         return self.path / f"group-{group}.slab"
@@ -143,7 +147,7 @@ class StoreDirectory:
         """Write down how many slots each slab has now.
 
         Raises:
-            OSError: the identity file cannot be written; the old one is still in force.
+            OSError: the identity file cannot be written; ``identity`` says which one is in force.
         """
         self._replace_identity(replace(self.identity, num_slots=tuple(num_slots)))
 
@@ -165,8 +169,13 @@ class StoreDirectory:
     def _replace_identity(self, identity: StoreIdentity) -> None:
         if identity != self.identity:
             self.require_present()
-            write_atomically(self.path / IDENTITY_NAME, identity.to_json())
-            self.identity = identity
+            try:
+                write_atomically(self.path / IDENTITY_NAME, identity.to_json())
+                self.identity = identity
+            except BaseException:  # it may be in place all the same: what is stored from now on must belong to what the next start reads
+                with contextlib.suppress(OSError, ConfigError):
+                    self.identity = read_identity(self.path) or self.identity
+                raise
 
 
 def deleted(path: Path) -> FileNotFoundError:
@@ -271,16 +280,17 @@ def take_lock(path: Path) -> int:
     """
     descriptor = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.pread(descriptor, 256, 0).decode("utf-8", "replace").strip() or "that has just started"
+        if not lock_whole(descriptor):
+            owner = os.pread(descriptor, 256, 0).decode("utf-8", "replace").strip() or "that has just started"
+            raise ConfigError(f"nvme_directory={str(path)!r} is in use by process {owner} (this is process {os.getpid()}): stop that "
+                              "one or give each its own directory")
+        with contextlib.suppress(OSError):  # on a full disk the lock still counts; only the pid is missing from the message
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        return descriptor
+    except BaseException:
         os.close(descriptor)
-        raise ConfigError(f"nvme_directory={str(path)!r} is in use by process {owner} (this is process {os.getpid()}): stop that "
-                          "one or give each its own directory") from None
-    with contextlib.suppress(OSError):  # on a full disk the lock still counts; only the pid is missing from the message
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    return descriptor
+        raise
 
 
 def is_temporary(name: str) -> bool:

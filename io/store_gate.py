@@ -1,16 +1,19 @@
 """``StoreGate``: who is inside a store's files, so that closing can wait for them; and what they count (part of ``NvmeStore``).
 
-Every read of a block passes here, so each passage is one short turn of a plain lock.
+Every read of a block passes here, so each passage is one short turn of a plain lock. An exception can land between that turn and the
+``with`` statement around it; so who is inside is known by his frame, and whose function runs no longer is not waited for.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from kvtier.errors import TransferError
 from kvtier.io.manifest_rows import Place
+from kvtier.io.running import runs
 from kvtier.io.store_messages import COUNTERS
 
 
@@ -29,21 +32,22 @@ class StoreGate:
         self._name = name
         self._lock = threading.Lock()
         self._left = threading.Condition(self._lock)
-        self._inside = 0
+        self._inside: list[FrameType] = []
         self._is_closed = False
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._hits: dict[Place, int] = {}
 
     def __enter__(self) -> None:
         """Raises StoreClosed once it has been closed."""
+        frame = sys._getframe(1)
         with self._lock:
             if self._is_closed:
                 raise StoreClosed(f"the store in {self._name} is closed")
-            self._inside += 1
+            self._inside.append(frame)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with self._lock:
-            self._inside -= 1
+            self._inside.remove(sys._getframe(1))
             if self._is_closed:  # only then does anybody wait
                 self._left.notify_all()
 
@@ -53,13 +57,17 @@ class StoreGate:
 
     @property
     def num_inside(self) -> int:
-        return self._inside
+        return len(self._inside)
 
     def close(self, timeout: float) -> bool:
         """Let nobody in any more; False when somebody is still inside after ``timeout`` seconds. May be called again."""
         with self._lock:
             self._is_closed = True
-            return self._left.wait_for(lambda: self._inside == 0, timeout)
+            return self._left.wait_for(self._nobody_is_inside, timeout)
+
+    def _nobody_is_inside(self) -> bool:
+        self._inside = [frame for frame in self._inside if runs(frame)]
+        return not self._inside
 
     # -- what is counted ---------------------------------------------------------------------------------------------------------
 

@@ -50,6 +50,13 @@ class OpenedStore:
     recovered_rows: int
     rebuilt: bool
 
+    def close(self) -> None:
+        """Nobody has used it."""
+        self.manifest.close(_CLOSE_SECONDS)
+        for slab in self.slabs:
+            slab.file.close()
+        self.home.close()
+
 
 def default_reserve(path: Path) -> int:
     """Bytes that preallocation leaves free: 1 % of the filesystem, 1 GiB at most."""
@@ -64,32 +71,34 @@ def open_store(directory: str | Path, namespace: str, geometries: Sequence[NvmeG
     Raises:
         ConfigError: the directory, its content or the space on it does not allow it.
     """
-    with contextlib.ExitStack() as undo:
-        home = StoreDirectory.open(directory, namespace, [geometry.block_bytes for geometry in geometries])
+    undo = contextlib.ExitStack()
+    home = StoreDirectory.open(directory, namespace, [geometry.block_bytes for geometry in geometries])
+    try:
         undo.callback(home.close)
-        try:
-            lost_slabs = [group for group in range(len(geometries))
-                          if home.identity.num_slots[group] > 0 and not home.slab_path(group).exists()]
-            slabs = _open_slabs(home, geometries, lost_slabs, faults, undo)
-            growing = [slab for slab in slabs if slab.file.size() < slab.geometry.file_bytes]
-            if growing:  # who has its space already waits for nobody
-                with alone_on(home.path):
-                    _require_space(home, growing, free_space_reserve)
-                    for slab in growing:
-                        slab.file.resize(slab.geometry.file_bytes)
-            manifest, was_damaged, dropped, recovered = _open_manifest(home, slabs, sync, rebuild)
-            undo.callback(manifest.close, _CLOSE_SECONDS)
-            dropped += _forget(home, manifest, slabs, lost_slabs)
-            home.record_slots([geometry.num_slots for geometry in geometries])
-            for slab in slabs:
-                if slab.file.size() > slab.geometry.file_bytes:
+        lost_slabs = [group for group in range(len(geometries))
+                      if home.identity.num_slots[group] > 0 and not home.slab_path(group).exists()]
+        slabs = _open_slabs(home, geometries, lost_slabs, faults, undo)
+        growing = [slab for slab in slabs if slab.file.size() < slab.geometry.file_bytes]
+        if growing:  # who has its space already waits for nobody
+            with alone_on(home.path):
+                _require_space(home, growing, free_space_reserve)
+                for slab in growing:
                     slab.file.resize(slab.geometry.file_bytes)
-        except OSError as error:
+        manifest, was_damaged, dropped, recovered = _open_manifest(home, slabs, sync, rebuild)
+        undo.callback(manifest.close, _CLOSE_SECONDS)
+        dropped += _forget(home, manifest, slabs, lost_slabs)
+        home.record_slots([geometry.num_slots for geometry in geometries])
+        for slab in slabs:
+            if slab.file.size() > slab.geometry.file_bytes:
+                slab.file.resize(slab.geometry.file_bytes)
+        return OpenedStore(home, slabs, manifest, dropped, recovered, was_damaged)
+    except BaseException as error:
+        undo.close()
+        if isinstance(error, OSError):
             raise unusable(home.path, error) from error
-        except TransferError as error:
+        if isinstance(error, TransferError):
             raise ConfigError(f"nvme_directory={str(home.path)!r} cannot be used: {error}") from error
-        undo.pop_all()
-    return OpenedStore(home, slabs, manifest, dropped, recovered, was_damaged)
+        raise
 
 
 def _open_slabs(home: StoreDirectory, geometries: Sequence[NvmeGeometry], lost_slabs: Sequence[int], faults: Faults | None,
@@ -223,7 +232,7 @@ def _put_in_place(temporary: Path, path: Path, level: int) -> None:
         for side in (log, path.with_name(path.name + "-shm")):
             side.unlink(missing_ok=True)
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:
         if kept is not None and kept_log is not None:
             if kept_log.exists():
                 os.rename(kept_log, log)

@@ -15,7 +15,6 @@ from kvtier.errors import ConfigError, RequestError, TransferError
 from kvtier.io.block_writer import RUN_BYTES
 from kvtier.io.collector import collector_paused
 from kvtier.io.device import Device, open_device
-from kvtier.io.nvme_store import NvmeStore
 from kvtier.io.rank_directories import occupied_by_ranks, prepare_rank_directory, rank_directory
 from kvtier.io.store_directory import occupied_bytes, unusable, why_not_written
 from kvtier.pools.group_pools import open_group_pools
@@ -74,10 +73,10 @@ class TierCore(LockedTier[Ledger]):
         self._prefill_rate: float | None = None
         self._prefetched = PrefetchStats()
         self._load_meter = LoadMeter([group.block_bytes for group in layout.groups])
-        with ExitStack() as undo:  # what fails here must not leave the directory locked
-            self.store = self._open_store(sizes)
-            if self.store is not None:
-                undo.callback(self.store.close, 1.0)
+        undo = ExitStack()
+        try:  # what fails here must not leave the directory locked
+            undo.callback(self._give_store_up)
+            self._open_store(sizes)
             self.pools = open_group_pools(layout, sizes, device)
             undo.callback(self._close_pools)
             self.nvme_path, self._gds = open_direct_path(config, device, self.store, config.read_threads + 2)
@@ -103,7 +102,9 @@ class TierCore(LockedTier[Ledger]):
             self._poison = Poison(self.pools, self._ledger.geometries) if config.debug_checks else None
             self._filling: AbstractContextManager[object] = nullcontext() if self._poison is None else self._poison.lock
             self._opened()
-            undo.pop_all()
+        except BaseException:
+            undo.close()
+            raise
 
     # -- once per step, events, statistics -------------------------------------------------------------------------------
 
@@ -278,16 +279,15 @@ class TierCore(LockedTier[Ledger]):
                            self.nvme_path.reason)
 
     @collector_paused()
-    def _open_store(self, sizes: PoolSizes) -> NvmeStore | None:
+    def _open_store(self, sizes: PoolSizes) -> None:
         if not any(sizes.nvme):
-            return None
+            return
         config = self.config
         assert config.nvme_directory is not None
         directory = prepare_rank_directory(config.nvme_directory, config.rank, config.num_ranks)
         namespace = store_namespace(self.layout, self.model, config.rank, config.num_ranks)
         store = self._open_nvme(directory, namespace, nvme_geometries(self.layout, sizes))
         self._ledger.adopt_store(store.stored_blocks(), store.quarantined())
-        return store
 
 
 def _is_sound(ledger: Ledger) -> bool:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import ConfigError
 from kvtier.io.threads import start_thread
 from kvtier.tiering import file_lane, hang_watch
 from kvtier.tiering.block_store import BlockStore
@@ -58,7 +57,7 @@ class FileWorkers:
                 self._threads.append(start_thread(self._reads.run, f"kvtier-read-{number}"))
             self._threads.append(start_thread(self._writes.run, "kvtier-write"))
             self._threads.append(start_thread(self._run_watch, "kvtier-watch"))
-        except ConfigError:
+        except BaseException:
             self.close(1.0)
             raise
 

@@ -76,6 +76,7 @@ class LockedTier(Generic[LedgerT]):
     def __init__(self, config: TierConfig, ledger: LedgerT) -> None:
         self.config = config
         self.turn: Turn[LedgerT] = Turn(self)
+        self.store = None
         self.scrub: IdleScrub | None = None
         self._ledger = ledger
         self._clock = config.clock
@@ -176,13 +177,18 @@ class LockedTier(Generic[LedgerT]):
     # -- opening ----------------------------------------------------------------------------------------------------------
 
     def _open_nvme(self, directory: Path, namespace: str, geometries: Sequence[NvmeGeometry]) -> NvmeStore:
-        """The store; the ledger's clock is set for adopting what it holds."""
+        """The store, which is the tier's from here on; the ledger's clock is set for adopting what it holds."""
         config = self.config
-        store = NvmeStore.open(directory, namespace, geometries, faults=config.faults, sync=config.nvme_sync,
-                               free_space_reserve=config.nvme_free_space_reserve_bytes,
-                               drive=DriveQueue(config.read_threads, WRITE_THREADS, config.nvme_write_bytes_per_second))
+        self.store = NvmeStore.open(directory, namespace, geometries, faults=config.faults, sync=config.nvme_sync,
+                                    free_space_reserve=config.nvme_free_space_reserve_bytes,
+                                    drive=DriveQueue(config.read_threads, WRITE_THREADS, config.nvme_write_bytes_per_second))
         self._ledger.set_time(self._clock())
-        return store
+        return self.store
+
+    def _give_store_up(self) -> None:
+        """What was to be opened behind it could not be."""
+        if self.store is not None:
+            self.store.close(1.0)
 
     def _opened(self) -> None:
         """Everything is there: begin what runs beside it."""

@@ -56,11 +56,11 @@ class KVCacheManager(Drafting, Planning, Prefetching):
             self._tables = [OffsetTable.for_group(pools.group, max_rows=config.max_batch_size * config.max_beam_width,
                                                   max_blocks=pools.group.max_blocks(config.max_seq_len),
                                                   num_blocks=pools.primary.num_blocks, device=self._device.name) for pools in self.pools]
+            self._table_lock = threading.Lock()
+            self._progress = ProgressWatch()
         except BaseException:
             self.close(timeout=1.0)
             raise
-        self._table_lock = threading.Lock()
-        self._progress = ProgressWatch()
 
     # -- requests --------------------------------------------------------------------------------------------------------
 

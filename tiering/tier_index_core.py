@@ -15,7 +15,6 @@ from kvtier.io.block_writer import RUN_BYTES
 from kvtier.io.collector import collector_paused
 from kvtier.io.device import open_device
 from kvtier.io.job_board import MAX_JOBS
-from kvtier.io.nvme_store import NvmeStore
 from kvtier.io.shared_arena import SharedArena
 from kvtier.pools.group_pools import HostPools
 from kvtier.pools.nvme_geometry import HEADER_BYTES, NvmeGeometry
@@ -80,11 +79,10 @@ class TierIndexCore(LockedTier[KeyLedger]):
         self._is_linked = True
         self._namespace = json.dumps({"format": FORMAT_VERSION, "model": model or "", "layout": json.loads(layout.describe()),
                                       "ranks": layout.ranks, "fingerprint": fingerprint}, sort_keys=True)
-        with ExitStack() as undo:  # what fails here must leave neither the directory locked nor the arena behind
-            self.store = self._open_store([NvmeGeometry(block.block_bytes, count)
-                                           for block, count in zip(layout.blocks, nvme_slots, strict=True)])
-            if self.store is not None:
-                undo.callback(self.store.close, 1.0)
+        undo = ExitStack()
+        try:  # what fails here must leave neither the directory locked nor the arena behind
+            undo.callback(self._give_store_up)
+            self._open_store([NvmeGeometry(block.block_bytes, count) for block, count in zip(layout.blocks, nvme_slots, strict=True)])
             self.arena = SharedArena(self.plan.arena)
             undo.callback(self.arena.close)
             undo.callback(self.arena.unlink)
@@ -98,8 +96,10 @@ class TierIndexCore(LockedTier[KeyLedger]):
                                                   write_bytes_per_second=config.nvme_write_bytes_per_second)
                 undo.callback(self.transfers.close, 1.0)
             self._opened()
-            undo.pop_all()
-        self._unlink_when_all_are_there()
+            self._unlink_when_all_are_there()
+        except BaseException:
+            undo.close()
+            raise
 
     @property
     def arena_path(self) -> Path:
@@ -287,12 +287,11 @@ class TierIndexCore(LockedTier[KeyLedger]):
         return True
 
     @collector_paused()
-    def _open_store(self, geometries: list[NvmeGeometry]) -> NvmeStore | None:
+    def _open_store(self, geometries: list[NvmeGeometry]) -> None:
         config = self.config
         if not any(geometry.num_slots for geometry in geometries):
-            return None
+            return
         assert config.nvme_directory is not None
         store = self._open_nvme(config.nvme_directory, self._namespace, geometries)
         rows = [row._replace(key=engine_key(row.key)) for row in store.stored_blocks()]
         self._ledger.adopt_store(rows, list(store.quarantined()))
-        return store

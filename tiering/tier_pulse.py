@@ -26,7 +26,11 @@ class TierPulse:
         self._wanted = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # cut short, it may have been started
+            self._closing = True
+            raise
 
     def hurry(self) -> None:
         """Something has begun: beat now."""

@@ -16,14 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Final, NamedTuple, Self
 
 import torch
 
-from kvtier.errors import KVTierError, RequestError
+from kvtier.errors import ConfigError, KVTierError, RequestError
 from kvtier.io.faults import FaultOperation
 from kvtier.io.page_copier import HostPageCopier, PagePlaces, page_runs
 from kvtier.io.shared_arena import SharedArena
@@ -81,20 +81,28 @@ class TierStore:
         self._is_closed = False
         self._closing = threading.RLock()
         self._calls: dict[int, _Call] = {}  # by thread, its call in flight
-        self.index = TierIndex(layout, config, model=model, engine_id=engine_id, fingerprint=fingerprint, lookup_timeout=read_timeout)
-        self.index.shown_name = type(self).__name__
-        try:
-            self._arena = SharedArena(self.index.plan.arena, rank=0)
-        except BaseException:
-            self.index.close()
-            raise
         self._places: list[PagePlaces] = []
-        for number, group in enumerate(layout.groups):
-            slots = self._arena.groups[number]
-            assert slots is not None
-            self._places.append(PagePlaces(slots.stride, 0, group.bytes_per_page, 1, slots.slots_per_piece))
-        self._pulse = TierPulse(self._beat, f"kvtier-pulse-{engine_id}")
-        atexit.register(self.close)
+        undo = ExitStack()
+        self.index = TierIndex(layout, config, model=model, engine_id=engine_id, fingerprint=fingerprint, lookup_timeout=read_timeout)
+        try:
+            undo.callback(self.index.close)
+            self.index.shown_name = type(self).__name__
+            self._arena = SharedArena(self.index.plan.arena, rank=0)
+            undo.callback(self._arena.close)
+            if not self._arena.has_index:
+                raise ConfigError(f"{self._arena.path}: somebody has removed the file of this TierStore's memory while it was opened; make "
+                                  "a new one")
+            for number, group in enumerate(layout.groups):
+                slots = self._arena.groups[number]
+                assert slots is not None
+                self._places.append(PagePlaces(slots.stride, 0, group.bytes_per_page, 1, slots.slots_per_piece))
+            self._pulse = TierPulse(self._beat, f"kvtier-pulse-{engine_id}")
+            undo.callback(self._pulse.close, 1.0)
+            undo.callback(atexit.unregister, self.close)
+            atexit.register(self.close)
+        except BaseException:
+            undo.close()
+            raise
 
     # -- pages -----------------------------------------------------------------------------------------------------------
 

@@ -88,7 +88,8 @@ class TransferManager(TransferWaiting):
         self._failed_copies = Incident(_log)
         self._files: FileWorkers | None = None
         self._debug = debug
-        with ExitStack() as undo:  # pinned memory and threads do not go away by themselves
+        undo = ExitStack()
+        try:  # pinned memory and threads do not go away by themselves
             self._routes = Routes(device.name, pools, store is not None, staging_blocks, staging_bytes, gds, debug)
             undo.callback(self._routes.close)
             self._offload = device.stream("offload")
@@ -106,7 +107,9 @@ class TransferManager(TransferWaiting):
                                                                      for size in self._block_bytes]
                 self._files = FileWorkers(store, self._routes.staging, secondary, read_threads, self._reads_over,
                                           self._writes_over, self._routes.direct, writes, seconds)
-            undo.pop_all()
+        except BaseException:
+            undo.close()
+            raise
 
     # -- issuing ---------------------------------------------------------------------------------------------------------
 

@@ -11,19 +11,16 @@ from __future__ import annotations
 import sys
 import threading
 from contextlib import suppress
-from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from types import FrameType, TracebackType
 from typing import Final, Generic, Protocol, TypeVar
 
 from kvtier.errors import KVTierError
+from kvtier.io.running import runs
 
 LedgerT_co = TypeVar("LedgerT_co", covariant=True)
 
 LOOK_SECONDS: Final = 1.0
 """Whoever waits for a turn looks so often whether anybody has it at all. No turn is ended by that: a slow one has its frame."""
-
-_MAY_REST: Final = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
-"""Of code whose frames are on no stack between two of their steps."""
 
 
 class Tier(Protocol[LedgerT_co]):
@@ -112,13 +109,4 @@ class Turn(Generic[LedgerT_co]):
     def _is_left_behind(self) -> bool:
         """Whether the function that took the turn runs no more, and the turn is still taken."""
         inside = self._inside
-        frames = list(sys._current_frames().values())
-        while frames:
-            frame = frames.pop()
-            if frame is inside:
-                return False
-            if frame.f_back is not None:
-                frames.append(frame.f_back)
-            elif frame.f_code.co_flags & _MAY_REST:  # has come to rest since: who was behind it is not known any more
-                return False
-        return inside is not None and not inside.f_code.co_flags & _MAY_REST and self._inside is inside
+        return inside is not None and not runs(inside) and self._inside is inside

@@ -70,6 +70,17 @@ def test_no_half_copy_is_left_when_saving_fails(packaged, tmp_path, monkeypatch)
     assert list((tmp_path / "cache" / "models").iterdir()) == []
 
 
+def test_no_half_copy_is_left_by_ctrl_c(packaged, tmp_path, monkeypatch):
+    def cut(_tensors, file, **_options):
+        file.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safetensors.torch.save_file", cut)
+    with pytest.raises(KeyboardInterrupt):
+        load_demo_model(cache_folder=tmp_path / "cache")
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
+
+
 def test_other_weights_have_another_identity(chat_model_folder, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(chat_model_folder, folder)

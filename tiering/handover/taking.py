@@ -100,17 +100,21 @@ def claim(folder: HandoverFolder, shard: Shard, ticket: HandoverTicket, ranks: S
     files = {piece.rank: piece for piece in ticket.pieces}
     counts = tuple(sum(stop - begin for begin, stop in ranges) for ranges in ticket.positions)
     readers: dict[int, PieceReader] = {}
-    with ExitStack() as undo:
+    undo = ExitStack()
+    try:
         for rank in ranks:
             shape = PieceShape(shard.piece_bytes(rank, ticket.num_ranks), counts)
             try:
                 readers[rank] = PieceReader(folder, files[rank].file, shape, files[rank].digest, shard.rank, shard.num_ranks,
                                             shard.readers(rank, ticket.num_ranks, shard.num_ranks))
             except PieceBusy:
+                undo.close()
                 return None
             undo.callback(readers[rank].release)
-        undo.pop_all()
-    return Taking(shard, ticket, readers, end)
+        return Taking(shard, ticket, readers, end)
+    except BaseException:
+        undo.close()
+        raise
 
 
 def _consecutive(positions: Sequence[int], block_bytes: int) -> Iterator[Sequence[int]]:

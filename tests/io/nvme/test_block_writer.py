@@ -89,3 +89,32 @@ def test_what_was_begun_when_another_failed_is_finished_and_told_apart(
             slab.read(item.slot, item.key, out.padded_rows[0])
     out.close()
     assert writer.close(60.0)
+
+
+def test_who_is_cut_short_waits_for_the_writes_that_have_begun(slab: SlabFile, items: list[BlockWrite],
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise they would take other data from there, or come behind the next write of their slots."""
+    begun, may_end = threading.Event(), threading.Event()
+    ended: list[int] = []
+    seal, write = slab.seal, slab.file.write
+
+    def slow(offset, buffers) -> None:
+        begun.set()
+        may_end.wait(20.0)
+        write(offset, buffers)
+        ended.append(offset)
+
+    def cut(page, slot, *arguments):
+        if slot < 2:
+            return seal(page, slot, *arguments)
+        assert begun.wait(20.0)
+        threading.Timer(0.05, may_end.set).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(slab.file, "write", slow)
+    monkeypatch.setattr(slab, "seal", cut)
+    writer = BlockWriter([slab], 2)
+    with pytest.raises(KeyboardInterrupt):
+        writer.write(items, 1.0)
+    assert len(ended) == 2
+    assert writer.close(60.0)

@@ -10,13 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from interrupting import cut_short
 
+import kvtier.io.manifest
 from kvtier.errors import TransferError
 from kvtier.io.manifest import Manifest
 from kvtier.io.manifest_rows import ManifestRow, QuarantineRow
 from kvtier.io.wal_check import claimed_frames, wal_path
 
 NAMESPACE = b"n" * 32
+MODULE = Path(kvtier.io.manifest.__file__)
 
 
 def make_row(slot: int, group: int = 0, **changes: object) -> ManifestRow:
@@ -247,6 +250,43 @@ def test_a_commit_cut_short_by_ctrl_c_blocks_neither_the_next_one_nor_close(path
     assert contents.damage == []
     assert ((0, 400) in contents.rows) is committed
     assert ((0, 401) in contents.rows) is not closes_at_once
+
+
+CHANGES: dict[str, Callable[[Manifest], object]] = {
+    "put": lambda manifest: manifest.put([make_row(1), make_row(3), make_row(9)], hits={(0, 0): 2}),
+    "delete": lambda manifest: manifest.delete([(0, 0), (0, 2), (0, 8)]),
+    "quarantine": lambda manifest: manifest.quarantine([QuarantineRow(0, slot, b"", "flipped bit", 5.0) for slot in (0, 1)]),
+    "release": lambda manifest: manifest.release(),
+    "forget_beyond": lambda manifest: manifest.forget_beyond([1]),
+    "clear": lambda manifest: manifest.clear(NAMESPACE)}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_wherever_a_change_is_cut_short_the_next_ones_and_the_next_start_find_file_and_memory_in_agreement(tmp_path: Path,
+                                                                                                          change: str) -> None:
+    before, path = tmp_path / "before", tmp_path / "manifest.sqlite"
+    manifest = Manifest(before, NAMESPACE)
+    manifest.create()
+    manifest.put([make_row(slot) for slot in range(4)])
+    manifest.quarantine([QuarantineRow(0, slot, b"", "flipped bit", 5.0) for slot in (5, 6)])
+    manifest.close(60.0)
+    place = 0
+    while True:
+        shutil.copy(before, path)
+        manifest = Manifest(path, NAMESPACE)
+        manifest.load()
+        was_cut = cut_short(lambda manifest=manifest: CHANGES[change](manifest), place, room=MODULE)
+        manifest.put([make_row(slot) for slot in (0, 3, 8)])
+        manifest.delete([(0, slot) for slot in (0, 1, 9)])
+        assert manifest.close(60.0)
+        contents = load(path)
+        assert contents.damage == []
+        assert contents.rows == {(row.group, row.slot): row for row in manifest.rows()}
+        assert contents.quarantine == manifest.quarantined()
+        if not was_cut:
+            break
+        place += 1
+    assert place > 5
 
 
 def test_a_clear_that_fails_shows_no_old_row_and_is_made_up_for(path: Path) -> None:
