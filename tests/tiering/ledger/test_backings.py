@@ -155,6 +155,26 @@ def test_an_nvme_backing_of_a_primary_block_is_given_up_by_age_like_content() ->
     run.finish()
 
 
+def test_an_nvme_backing_goes_for_a_block_that_would_be_lost_whatever_colder_content_is_worth_more_than_both() -> None:
+    run = HandRun(6, 2, 2)
+    [precious] = on_nvme(run, "a", priority=80)
+    [backed] = on_secondary(run, "b")
+    run.refresh()
+    run.settle()
+    run.onboard(backed)
+    run.settle()
+    assert backed.nvme_backing is not None
+    slot = place(backed.nvme_backing)
+    [newcomer] = on_secondary(run, "c")
+    run.refresh()
+    run.settle()
+    assert newcomer.nvme_backing is not None
+    assert place(newcomer.nvme_backing) == slot
+    assert (level(precious), level(backed)) == (NVME, PRIMARY), "only a lower copy was given up"
+    assert run.dropped() == 0
+    run.finish()
+
+
 def test_an_empty_handle_is_taken_before_a_backing() -> None:
     run = HandRun(6, 2)
     [backed] = on_secondary(run, "a")
