@@ -69,7 +69,7 @@ class LevelTable(SlotTable):
         if level == NVME and not self.is_busy(block):
             self.moves.discard(self.group, slot_of(block.index))
         if block.ref_count == 0 and not self.is_busy(block):
-            self.queues.add_empty_first(block, level)
+            self.give_back(block)
 
     def drop_backings(self, block: Block) -> None:
         """Give up the block's lower copies, because its content is about to change or to go."""
@@ -203,10 +203,8 @@ class LevelTable(SlotTable):
         if handle.ref_count > 0 or handle.queue != NOT_QUEUED or handle.file_uses > 0:
             return
         level = handle.index & LEVEL_BITS
-        if level != PRIMARY:
-            if level == NVME and self.quarantined and slot_of(handle.index) in self.quarantined:
-                return
-            self._may_write_ahead = True
+        if level != PRIMARY and not self._takes_part(handle):
+            return
         if handle.node is not None:
             self.queues.restore_content(handle, level)
             return
@@ -217,6 +215,19 @@ class LevelTable(SlotTable):
             self.queues.restore_content(handle, level)
         else:
             self.queues.add_empty_last(handle, level)
+
+    def give_back(self, handle: Block) -> None:
+        """Queue an unreferenced handle that has lost its content and is in no queue: before the other empty ones."""
+        level = handle.index & LEVEL_BITS
+        if level == PRIMARY or self._takes_part(handle):
+            self.queues.add_empty_first(handle, level)
+
+    def _takes_part(self, handle: Block) -> bool:
+        """Whether a lower handle may be queued: not with a slot found bad. Then something may be written ahead that could not be before."""
+        if self.quarantined and level_of(handle.index) == NVME and slot_of(handle.index) in self.quarantined:
+            return False
+        self._may_write_ahead = True
+        return True
 
     def _settle_after_busy(self, handle: Block) -> None:
         if handle.ref_count > 0 or handle.file_uses > 0:

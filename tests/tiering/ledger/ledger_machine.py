@@ -166,6 +166,17 @@ class LedgerMachine(RuleBasedStateMachine):
         self.accesses = []
         self.driver.tiers.fetch()
 
+    @precondition(lambda self: any(tier.rows for tier in self.driver.tiers.groups))
+    @rule(data=st.data())
+    def condemn(self, data: st.DataObject) -> None:
+        """A slot that nothing reads or writes at the moment is found bad, whoever counts on it."""
+        tier = data.draw(st.sampled_from([tier for tier in self.driver.tiers.groups if tier.rows]))
+        slot = data.draw(st.sampled_from(sorted(tier.rows)))
+        if not tier.is_used({(NVME, slot)}):
+            tier.quarantine(slot)
+            self.ledger.condemn(tier.group, slot)
+            self.driver.tiers.fetch()
+
     @precondition(lambda self: self.prompts)
     @rule(data=st.data(), keep=st.integers(0, 8))
     def truncate(self, data: st.DataObject, keep: int) -> None:
