@@ -126,18 +126,32 @@ class LevelTable(SlotTable):
         """Whether primary content of this priority, without a lower copy, has earned a secondary slot and would get one."""
         return priority >= self.rules.secondary_offload_min_priority and self._secondary_victim(priority) is not None
 
+    def displaced_by(self, block: Block | None) -> Block | None:
+        """The content that loses its secondary slot when this primary handle is taken, because what it holds goes down."""
+        if (block is None or not block.has_content or block.priority < self.rules.secondary_offload_min_priority
+                or self._good_copy(block) is not None):
+            return None
+        victim = self._secondary_victim(block.priority)
+        return victim if victim is not None and victim.has_content else None
+
+    def _good_copy(self, block: Block) -> Block | None:
+        """The lower copy to whose slot primary content goes without a Move."""
+        if block.extra is None:
+            return None
+        backing = block.secondary_backing
+        if backing is None and block.priority >= self.rules.nvme_offload_min_priority:
+            backing = block.nvme_backing
+            if backing is not None and self.is_busy(backing):
+                return None
+        return backing
+
     def _go_down(self, block: Block) -> Block | None:
         """Exchange claimed primary content with a lower handle. Returns the handle that has the primary slot now."""
-        if block.extra is not None:
-            backing = block.secondary_backing
-            if backing is None and block.priority >= self.rules.nvme_offload_min_priority:
-                backing = block.nvme_backing
-                if backing is not None and self.is_busy(backing):
-                    backing = None
-            if backing is not None:  # the lower copy is still good: no Move
-                backing.leave_owner()
-                self.queues.claim(backing)
-                return self._swap_down(block, backing)
+        backing = self._good_copy(block)
+        if backing is not None:
+            backing.leave_owner()
+            self.queues.claim(backing)
+            return self._swap_down(block, backing)
         victim = self._secondary_victim(block.priority)
         if victim is None:
             return None

@@ -219,8 +219,11 @@ class LedgerMachine(RuleBasedStateMachine):
             if not is_unused(self.ledger, stored) or level == PRIMARY:
                 continue
             before = snapshot(self.ledger)
-            if (raise_to_secondary if level == NVME else raise_to_primary)(self.ledger, stored, {data.draw(st.integers(0, 8))}):
+            blocks = self.ledger.allocators[stored.group].blocks
+            kept = [blocks[number] for number in data.draw(st.sets(st.integers(0, len(blocks) - 1))) if blocks[number].node is not None]
+            if (raise_to_secondary if level == NVME else raise_to_primary)(self.ledger, stored, {block.id for block in kept}):
                 assert level_of(stored.block.index) == level - 1
+                assert all(block.node is not None for block in kept), "what is kept is not given up"
             else:
                 assert snapshot(self.ledger) == before
         self.driver.tiers.fetch()

@@ -102,7 +102,7 @@ def test_a_block_computed_again_after_a_failure_is_not_lost_when_its_dependents_
 
 
 def test_what_was_generated_is_computed_again_into_blocks_of_its_own_retention() -> None:
-    """A range without an end goes to the end of the prompt: what is generated and deliberately low is not worth more because it was lost."""
+    """A range without an end goes to the end of the prompt: what is generated, and deliberately low, is worth no more for being lost."""
     retention = RetentionConfig([TokenRange(0, None, 80)], decode_priority=5, decode_duration_seconds=3.0)
     run = HandRun(16)
     sequence = run.add("a", retention=retention)
