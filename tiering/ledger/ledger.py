@@ -415,7 +415,7 @@ class Ledger(LedgerState):
         allocator: BlockAllocator = self.allocators[group]
         handle = allocator.holders[NVME][slot]
         if handle.has_content and handle.ref_count > 0:
-            ids = [{handle.id} if number == group else set() for number in range(len(self.groups))]
+            ids: list[set[int]] = [{handle.id} if number == group else set() for number in range(len(self.groups))]
             for lease in self.leases.values():
                 lease.note_lost(ids)
         allocator.condemn(slot)
