@@ -52,8 +52,8 @@ class Lease:
 
     def lost_block_ids(self, group: int = 0) -> list[int]:
         """Those of the pinned blocks of a group that hold garbage now, in prompt order: the read or copy that was to bring them, or what
-        they were computed from, has failed. They stay pinned. What is still on its way may yet fail: ask once the sequence is ready, or
-        after ``flush``. RequestError for a group that there is not."""
+        they were computed from, has failed, or they were found bad on NVMe. They stay pinned. What is still on its way may yet fail: ask
+        once the sequence is ready, or after ``flush``. RequestError for a group that there is not."""
         row = self._row(group)
         with self._manager.locked():
             lost = self._lease.lost_ids[group]

@@ -54,6 +54,8 @@ class TierLedger(Protocol):
 
     def write_everything_out(self) -> bool: ...
 
+    def condemn(self, group: int, slot: int) -> None: ...
+
 
 class FailureTotals(Protocol):
     """What is counted of failures, whatever else is."""
@@ -132,7 +134,7 @@ class LockedTier(Generic[LedgerT]):
         with self.turn as ledger:
             self._totals.failures += 1
             self._totals.checksum_failures += isinstance(error, CorruptBlock)
-            self._condemn(ledger, group, slot)
+            ledger.condemn(group, slot)
 
     def close(self, timeout: float = 10) -> None:
         """End all transfers and let go of memory, files and the directory's lock. Bounded by ``timeout``.
@@ -161,9 +163,6 @@ class LockedTier(Generic[LedgerT]):
 
     def _queued(self, records: Sequence[Move | Discard]) -> None:
         """A turn ends, and these will be issued, if any. Lock held."""
-
-    def _condemn(self, ledger: LedgerT, group: int, slot: int) -> None:
-        ledger.allocators[group].condemn(slot)
 
     def _closing(self) -> None:
         """From now on every call is refused; transfers still run."""

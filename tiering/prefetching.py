@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -26,7 +27,7 @@ from kvtier.tiering import arguments
 from kvtier.tiering.config import TierConfig
 from kvtier.tiering.core import TierCore
 from kvtier.tiering.ledger.ledger import Ledger
-from kvtier.tiering.ledger.raising import StoredBlock, is_unused, raise_to_primary, raise_to_secondary, stored_prefix
+from kvtier.tiering.ledger.raising import StoredBlock, is_unused, raise_to_primary, raise_to_secondary, stored_prefix, use_ahead
 from kvtier.tiering.ledger.request import Request
 from kvtier.tiering.planning import as_request
 
@@ -73,6 +74,7 @@ class Prefetch:
         self._owner = owner
         self._request = request
         self._future: Future[PrefetchState] = Future()
+        self._blocks = blocks
         self._to_read = deque(blocks)
         self._rising: deque[StoredBlock] = deque()  # on their way to the secondary level or there, in prompt order
         self._num_tokens = (blocks[-1].position + 1) * owner.layout.tokens_per_block if blocks else 0
@@ -130,12 +132,23 @@ class Budget:
 
 
 class KeptBlocks:
-    """Blocks of one group that were raised a moment ago."""
+    """Blocks of one group that are to be raised, or were a moment ago."""
 
     def __init__(self) -> None:
         self.ids: set[int] = set()
         self._until: dict[int, float] = {}
         self._queue: deque[tuple[float, int]] = deque()
+
+    def want(self, block_id: int) -> None:
+        """It is to be raised."""
+        self.ids.add(block_id)
+        self._until[block_id] = math.inf
+
+    def want_no_more(self, block_id: int) -> None:
+        """Nothing more is going to be raised of what it belongs to."""
+        if self._until.get(block_id) == math.inf:
+            del self._until[block_id]
+            self.ids.discard(block_id)
 
     def add(self, block_id: int, until: float) -> None:
         self.ids.add(block_id)
@@ -167,9 +180,9 @@ class Prefetching(TierCore):
     def prefetch(self, tokens: Request | object, lora_id: int | None = None, cache_salt: str | None = None, **namespace: Any) -> Prefetch:
         """Raise what is stored of a prompt towards the primary level, before its request comes. ``tokens`` as in :meth:`match`.
 
-        Takes no more than ``prefetch_bandwidth``; reads of requests come first. Content of higher priority, in use, or raised by another
-        prefetch a moment ago is not given up for it; where there is no room otherwise, blocks stay where they are. The request itself ends
-        it, as do :meth:`reset` and :meth:`close`. What cannot be read is a miss, as for a request.
+        Takes no more than ``prefetch_bandwidth``; reads of requests come first. Content of higher priority, in use, of a prompt that is
+        being raised (this one, too), or raised a moment ago is not given up for it; where there is no room otherwise, blocks stay where
+        they are. The request itself ends it, as do :meth:`reset` and :meth:`close`. What cannot be read is a miss, as for a request.
 
         RequestError for what is no prompt.
         """
@@ -178,7 +191,11 @@ class Prefetching(TierCore):
             if self._prefetch_thread is None:
                 self._prefetch_thread = start_thread(self._run_prefetches, "kvtier-prefetch")
                 self.transfers.add_listener(self._prefetch_wake.set)
-            started = Prefetch(self, request, stored_prefix(ledger, request) if self._budget.bytes_per_second else [])
+            blocks = stored_prefix(ledger, request) if self._budget.bytes_per_second else []
+            use_ahead(ledger, blocks)
+            for stored in blocks:
+                self._kept[stored.group].want(stored.block.id)
+            started = Prefetch(self, request, blocks)
             self._prefetched.asked += 1
             self._prefetches.append(started)
             self._carry_on(ledger)
@@ -230,6 +247,9 @@ class Prefetching(TierCore):
             setattr(self._prefetched, state.value, getattr(self._prefetched, state.value) + 1)
             prefetch._to_read.clear()
             prefetch._rising.clear()
+            for stored in prefetch._blocks:
+                self._kept[stored.group].want_no_more(stored.block.id)
+            prefetch._blocks = []
             prefetch._future.set_result(state)
         finally:
             if is_taken:

@@ -231,9 +231,6 @@ class TierIndexCore(LockedTier[KeyLedger]):
     def _let_go(self) -> None:
         self.arena.close()
 
-    def _condemn(self, ledger: KeyLedger, group: int, slot: int) -> None:
-        ledger.condemn(group, slot)
-
     def _count(self, result: MoveResult) -> None:
         totals = self._totals
         if result.error is not None:

@@ -11,7 +11,7 @@ import pytest
 from gate import Gate
 from toy_engine import OTHER, PATIENCE, PROMPT, MakeCache, ToyEngine, WarmCache, delays, fails, tokens_of, wait_until
 
-from kvtier import CapacityError, Level, Request, RequestError, TransferError
+from kvtier import CapacityError, CorruptBlock, Level, Request, RequestError, TransferError
 from kvtier.io import write_pause
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
 
@@ -83,6 +83,25 @@ def test_a_lease_says_which_of_its_blocks_never_arrived(warm_cache: WarmCache) -
             assert pinned.lost_block_ids(0) == reused
         with pytest.raises(RequestError, match="group=1"):
             pinned.lost_block_ids(1)
+    cache.verify()
+
+
+def test_a_lease_says_which_of_its_blocks_were_found_bad_on_nvme_and_their_slots_are_not_used_again(warm_cache: WarmCache) -> None:
+    cache = warm_cache(primary=4)
+    engine = ToyEngine(cache)
+    engine.serve(Request(0, PROMPT))
+    engine.serve(Request(1, OTHER))  # and PROMPT is on NVMe only, as before
+    engine.admit(Request(2, PROMPT, skip_read=True))
+    engine.learn(2)
+    engine.forward([2])
+    lease = cache.store_and_pin(2)
+    cache.remove_sequence(2)
+    bad = lease.block_ids[0]
+    assert cache.block(bad).level == Level.NVME, "the tree had it there, and keeps it"
+    cache.condemn(0, cache.block(bad).slot, CorruptBlock("as the scrubber and read_block do"))
+    assert lease.lost_block_ids() == [bad]
+    cache.verify()
+    lease.release()
     cache.verify()
 
 

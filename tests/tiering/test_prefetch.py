@@ -281,6 +281,40 @@ def test_a_prefix_larger_than_the_levels_does_not_chase_its_own_blocks(make_cach
     cache.verify()
 
 
+@pytest.mark.parametrize("num_below", [2, 3])
+def test_what_goes_down_for_the_beginning_of_a_prompt_is_not_its_end(make_cache: MakeCache, num_below: int) -> None:
+    """The prompt's blocks are the coldest of the secondary level, and the primary one is full: each block that is raised sends another
+    one down."""
+    cache = make_cache(4, num_below)
+    engine = ToyEngine(cache)
+    engine.serve(Request(1, PROMPT[:4 * num_below + 1]))
+    engine.serve(Request(2, tokens_of(7, 16)))  # three full blocks and a stored tail
+    assert cache.transfers.idle(PATIENCE)
+    cache.refresh()
+    assert cache.match(PROMPT).tokens_by_level == (0, 4 * num_below, 0)
+    prefetch = cache.prefetch(PROMPT)
+    assert finished(prefetch) is PrefetchState.FINISHED
+    assert prefetch.lost_blocks == 0
+    assert cache.match(PROMPT).reusable_blocks == num_below
+    cache.verify()
+
+
+def test_what_is_read_of_a_prompt_does_not_displace_its_beginning(warm_cache: WarmCache, make_cache: MakeCache) -> None:
+    warm_cache().close()
+    cache = make_cache(8, 1, 16, keep_backing=False)
+    engine = ToyEngine(cache)
+    engine.serve(Request(1, PROMPT[:5]))
+    first = next(block_id for block_id in range(25) if cache.block(block_id).tokens == tuple(PROMPT[:4]))
+    cache.offload(first)
+    assert cache.transfers.idle(PATIENCE)
+    assert cache.match(PROMPT).tokens_by_level == (0, 4, 8)
+    prefetch = cache.prefetch(PROMPT)
+    assert finished(prefetch) is PrefetchState.FINISHED
+    assert prefetch.lost_blocks == 0
+    assert cache.match(PROMPT).tokens_by_level == (12, 0, 0)
+    cache.verify()
+
+
 def test_two_prefetches_leave_each_other_their_blocks(warm_cache: WarmCache) -> None:
     cache = warm_cache(primary=4, secondary=2)
     first, second = cache.prefetch(PROMPT), cache.prefetch(OTHER)

@@ -289,7 +289,7 @@ class BlockAllocator(FileLevel):
             self.add_content(block)
         else:
             self.drop_backings(block)
-            self.queues.add_empty_first(block, level_of(block.index))
+            self.give_back(block)
 
     # -- moving ----------------------------------------------------------------------------------------------------------
 

@@ -60,7 +60,8 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
             needed[row.group] += _needed(state, sequence, row, count)
     for group, count in enumerate(needed):
         if count > state.allocators[group].queues.num_free(0):
-            require_room(state, needed, NOTHING_WANTED, f"one more step of requests {list(ids)}", frozenset(ids))
+            asking = {sequence.id: _needed_by_each(state, sequence, tokens[number]) for number, sequence in enumerate(batch)}
+            require_room(state, needed, NOTHING_WANTED, f"one more step of requests {list(ids)}", asking)
     if state.has_window:
         for sequence, appended in zip(batch, tokens, strict=True):
             if appended:
@@ -76,6 +77,15 @@ def append_step(state: LedgerState, ids: Sequence[int], tokens: Sequence[Sequenc
             use_path_of(state.moves, sequence.request)
             _append(state, sequence, appended if sequence.beam_width == 1 else appended[:1])
             state.moves.use_default_path()
+
+
+def _needed_by_each(state: LedgerState, sequence: ActiveSequence, appended: Sequence[int]) -> list[int]:
+    """Blocks of each group that appending these tokens to one sequence takes."""
+    needed = [0] * len(state.groups)
+    if appended:
+        for row in sequence.rows:
+            needed[row.group] = _needed(state, sequence, row, len(appended) if sequence.beam_width == 1 else 1)
+    return needed
 
 
 def _needed_by_one(sequence: ActiveSequence, count: int, tokens_per_block: int) -> int:

@@ -64,7 +64,7 @@ def propose_drafts(state: LedgerState, request_id: Any, tokens: Any, parents: An
         if needed[row.group] > state.allocators[row.group].queues.num_free(PRIMARY):
             is_short = True
     if is_short:
-        require_room(state, needed, NOTHING_WANTED, f"{tree.num_drafts} drafts of request {request_id}", frozenset([request_id]))
+        require_room(state, needed, NOTHING_WANTED, f"{tree.num_drafts} drafts of request {request_id}", {request_id: needed})
     priority, duration = decode_retention(sequence)
     use_path_of(state.moves, sequence.request)
     for row in sequence.rows:

@@ -175,9 +175,9 @@ class FileLevel(LevelTable):
         record = head.next
         if head.kind == BACKING:
             # A copy of a block that is higher up now spares a write when that comes down again: it goes when its time has come, like
-            # content, not before all of it.
+            # content, not before all of it. But it goes before this block has to, whatever colder content is worth more than both.
             coldest = self.queues.coldest_content(NVME)
-            if coldest is not None and (keep_backings or coldest.stamp < record.stamp):
+            if coldest is not None and (keep_backings or (coldest.stamp < record.stamp and coldest.priority <= priority)):
                 record = coldest
             elif keep_backings:
                 return None

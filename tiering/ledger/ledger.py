@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 from kvtier.errors import CapacityError, RequestError, UnknownBlock
 from kvtier.policies.queue_record import NOT_QUEUED
 from kvtier.policies.retention import check_priority, priority_of
-from kvtier.pools.pool_index import LEVEL_NAMES, NUM_LEVELS, PRIMARY, SECONDARY, level_of
+from kvtier.pools.pool_index import LEVEL_NAMES, NUM_LEVELS, NVME, PRIMARY, SECONDARY, level_of
 from kvtier.tiering.ledger import beams, decoding, drafts, prefill
 from kvtier.tiering.ledger.admission import AdmissionPlan, BatchPlanner, may_reuse, most_reusable
 from kvtier.tiering.ledger.admitting import carry_out
@@ -369,6 +369,16 @@ class Ledger(LedgerState):
             self.counters.lost += 1
         if lost is not None or level_of(move.destination) == PRIMARY:
             lose(self, move, lost)
+
+    def condemn(self, group: int, slot: int) -> None:
+        """An NVMe slot was found bad. Of those who hold blocks only leases may hold what it held."""
+        allocator: BlockAllocator = self.allocators[group]
+        handle = allocator.holders[NVME][slot]
+        if handle.has_content and handle.ref_count > 0:
+            ids: list[set[int]] = [{handle.id} if number == group else set() for number in range(len(self.groups))]
+            for lease in self.leases.values():
+                lease.note_lost(ids)
+        allocator.condemn(slot)
 
     def report(self, sequence: ActiveSequence) -> None:
         """The engine is told how many tokens of the sequence are there."""

@@ -69,7 +69,7 @@ class LevelTable(SlotTable):
         if level == NVME and not self.is_busy(block):
             self.moves.discard(self.group, slot_of(block.index))
         if block.ref_count == 0 and not self.is_busy(block):
-            self.queues.add_empty_first(block, level)
+            self.give_back(block)
 
     def drop_backings(self, block: Block) -> None:
         """Give up the block's lower copies, because its content is about to change or to go."""
@@ -126,18 +126,32 @@ class LevelTable(SlotTable):
         """Whether primary content of this priority, without a lower copy, has earned a secondary slot and would get one."""
         return priority >= self.rules.secondary_offload_min_priority and self._secondary_victim(priority) is not None
 
+    def displaced_by(self, block: Block | None) -> Block | None:
+        """The content that loses its secondary slot when this primary handle is taken, because what it holds goes down."""
+        if (block is None or not block.has_content or block.priority < self.rules.secondary_offload_min_priority
+                or self._good_copy(block) is not None):
+            return None
+        victim = self._secondary_victim(block.priority)
+        return victim if victim is not None and victim.has_content else None
+
+    def _good_copy(self, block: Block) -> Block | None:
+        """The lower copy to whose slot primary content goes without a Move."""
+        if block.extra is None:
+            return None
+        backing = block.secondary_backing
+        if backing is None and block.priority >= self.rules.nvme_offload_min_priority:
+            backing = block.nvme_backing
+            if backing is not None and self.is_busy(backing):
+                return None
+        return backing
+
     def _go_down(self, block: Block) -> Block | None:
         """Exchange claimed primary content with a lower handle. Returns the handle that has the primary slot now."""
-        if block.extra is not None:
-            backing = block.secondary_backing
-            if backing is None and block.priority >= self.rules.nvme_offload_min_priority:
-                backing = block.nvme_backing
-                if backing is not None and self.is_busy(backing):
-                    backing = None
-            if backing is not None:  # the lower copy is still good: no Move
-                backing.leave_owner()
-                self.queues.claim(backing)
-                return self._swap_down(block, backing)
+        backing = self._good_copy(block)
+        if backing is not None:
+            backing.leave_owner()
+            self.queues.claim(backing)
+            return self._swap_down(block, backing)
         victim = self._secondary_victim(block.priority)
         if victim is None:
             return None
@@ -203,10 +217,8 @@ class LevelTable(SlotTable):
         if handle.ref_count > 0 or handle.queue != NOT_QUEUED or handle.file_uses > 0:
             return
         level = handle.index & LEVEL_BITS
-        if level != PRIMARY:
-            if level == NVME and self.quarantined and slot_of(handle.index) in self.quarantined:
-                return
-            self._may_write_ahead = True
+        if level != PRIMARY and not self._takes_part(handle):
+            return
         if handle.node is not None:
             self.queues.restore_content(handle, level)
             return
@@ -217,6 +229,19 @@ class LevelTable(SlotTable):
             self.queues.restore_content(handle, level)
         else:
             self.queues.add_empty_last(handle, level)
+
+    def give_back(self, handle: Block) -> None:
+        """Queue an unreferenced handle that has lost its content and is in no queue: before the other empty ones."""
+        level = handle.index & LEVEL_BITS
+        if level == PRIMARY or self._takes_part(handle):
+            self.queues.add_empty_first(handle, level)
+
+    def _takes_part(self, handle: Block) -> bool:
+        """Whether a lower handle may be queued: not with a slot found bad. Then something may be written ahead that could not be before."""
+        if self.quarantined and level_of(handle.index) == NVME and slot_of(handle.index) in self.quarantined:
+            return False
+        self._may_write_ahead = True
+        return True
 
     def _settle_after_busy(self, handle: Block) -> None:
         if handle.ref_count > 0 or handle.file_uses > 0:

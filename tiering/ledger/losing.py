@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.pools.pool_index import PRIMARY, level_of
+from kvtier.pools.pool_index import PRIMARY
 from kvtier.tiering.ledger.block import Block
 from kvtier.tiering.ledger.chunks import most_in_prefill
 from kvtier.tiering.ledger.group import CROSS, RECURRENT, WINDOW
@@ -66,7 +66,7 @@ def _empty(state: LedgerState, group: int, block: Block) -> None:
     allocator.drop_backings(block)
     if block.ref_count == 0 and not allocator.is_busy(block):
         allocator.queues.claim(block)
-        allocator.queues.add_empty_first(block, level_of(block.index))
+        allocator.give_back(block)
 
 
 def _tokens_before(state: LedgerState, sequence: ActiveSequence, lost: list[set[int]], number: int) -> int:

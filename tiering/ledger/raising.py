@@ -55,6 +55,16 @@ def is_unused(state: LedgerState, stored: StoredBlock) -> bool:
     return block.node is not None and block.queue != NOT_QUEUED and block.ref_count == 0
 
 
+def use_ahead(state: LedgerState, blocks: list[StoredBlock]) -> None:
+    """The unused blocks of a prefix that is going to be raised are the most recently used ones, its beginning last: what has to make room
+    is other content, as long as there is any."""
+    for stored in reversed(blocks):
+        if is_unused(state, stored):
+            allocator = state.allocators[stored.group]
+            allocator.queues.claim(stored.block)
+            allocator.queue_as_used(stored.block)
+
+
 def raise_to_secondary(state: LedgerState, stored: StoredBlock, kept: set[int]) -> bool:
     """Begin to read an unused NVMe block into the secondary level. False when that would cost content it must not cost: anything of
     higher priority, or one of the blocks ``kept`` (ids of the same group)."""
@@ -66,12 +76,18 @@ def raise_to_secondary(state: LedgerState, stored: StoredBlock, kept: set[int]) 
 
 
 def raise_to_primary(state: LedgerState, stored: StoredBlock, kept: set[int]) -> bool:
-    """Copy an unused secondary block to the primary level. False as for :func:`raise_to_secondary`."""
+    """Copy an unused secondary block to the primary level. False as for :func:`raise_to_secondary`, also when one of the blocks ``kept``
+    would have to make room for what goes down."""
     allocator = state.allocators[stored.group]
     block = stored.block
-    if not _may_give_up(cast("Block | None", allocator.queues.front(PRIMARY)), block, kept):
+    victim = cast("Block | None", allocator.queues.front(PRIMARY))
+    if not _may_give_up(victim, block, kept):
         return False
     allocator.queues.claim(block)
+    below = allocator.displaced_by(victim)
+    if below is not None and below.id in kept:
+        allocator.queues.restore_content(block, SECONDARY)
+        return False
     allocator.promote(block)
     allocator.end_call()
     allocator.queue_as_used(block)

@@ -14,7 +14,10 @@ from kvtier.tiering.ledger.group import WINDOW
 from kvtier.tiering.ledger.sequence import ActiveSequence
 from kvtier.tiering.ledger.state import LedgerState
 
-NOBODY: Final[frozenset[int]] = frozenset()
+Asking = dict[int, list[int]]
+"""By id: how many primary blocks of each group a sequence that asks takes."""
+
+NOBODY: Final[Asking] = {}
 NOTHING: Final[set[int]] = set()
 NOTHING_WANTED: Final[list[set[int]]] = []
 """Who asks for room beside nothing in any group. Shared, never changed."""
@@ -80,7 +83,7 @@ def _least_lack(state: LedgerState, demands: list[Demand], what: str) -> Capacit
     return least
 
 
-def require_room(state: LedgerState, needed: list[int], wanted: list[set[int]], what: str, asking: frozenset[int] = NOBODY) -> None:
+def require_room(state: LedgerState, needed: list[int], wanted: list[set[int]], what: str, asking: Asking = NOBODY) -> None:
     """Raise CapacityError unless there is room; see :func:`lack_of_room`."""
     error = lack_of_room(state, needed, wanted, what, asking)
     if error is not None:
@@ -88,14 +91,15 @@ def require_room(state: LedgerState, needed: list[int], wanted: list[set[int]], 
 
 
 def lack_of_room(state: LedgerState, needed: list[int], wanted: list[set[int]], what: str,
-                 asking: frozenset[int] = NOBODY) -> CapacityError | None:
+                 asking: Asking = NOBODY) -> CapacityError | None:
     """The error to raise unless ``needed`` primary blocks of each group can be taken beside the ``wanted`` ones, which must stay.
 
     Args:
         needed: blocks, by group.
         wanted: by group, ids of blocks that what is asked for holds on to; empty when there are none in any group.
         what: who needs them, for the message.
-        asking: ids of sequences that ask. To pre-empt the only sequence there is, for its own sake, is no remedy.
+        asking: sequences that ask, and what each takes of it: who is pre-empted takes nothing. To pre-empt the only sequence there is,
+            for its own sake, is no remedy.
     """
     missing = [0] * len(needed)
     worst = -1
@@ -108,9 +112,9 @@ def lack_of_room(state: LedgerState, needed: list[int], wanted: list[set[int]], 
         return None
     allocator = state.allocators[worst]
     total = allocator.num_blocks[PRIMARY]
-    preempt = _whom_to_preempt(state, missing, wanted)
+    preempt = _whom_to_preempt(state, missing, wanted, asking)
     busy = allocator.num_unreferenced_busy[PRIMARY]
-    if len(state.sequences) == 1 and asking.issuperset(preempt) and not busy:
+    if len(state.sequences) == 1 and all(number in asking for number in preempt) and not busy:
         preempt = []  # once it is admitted again it would only get this far again
     remedy = (f"pre-empt requests {preempt}" if preempt else
               f"try again when {busy} blocks are free that a file is being read into" if busy and needed[worst] <= total else
@@ -128,9 +132,12 @@ def free_beside(allocator: BlockAllocator, wanted: set[int]) -> int:
     return allocator.queues.num_free(PRIMARY) - held
 
 
-def _whom_to_preempt(state: LedgerState, missing: list[int], wanted: list[set[int]]) -> list[int]:
-    """Sequences, newest first, whose end frees what is missing in every group beside what is wanted; none when all would not."""
+def _whom_to_preempt(state: LedgerState, missing: list[int], wanted: list[set[int]], asking: Asking) -> list[int]:
+    """Sequences, newest first, without whom there is room for what is left of those who ask, or whose end frees what is missing in every
+    group beside what is wanted; none when all would not."""
     left = list(missing)
+    spared = [0] * len(missing)  # what those of them who ask do not take
+    num_asking = len(asking)
     references: list[dict[int, int]] = [{} for _ in missing]  # a shared block is free when the last of its sequences has ended
     preempt: list[int] = []
     for sequence in sorted(state.sequences.values(), key=_admission_order, reverse=True):
@@ -146,7 +153,11 @@ def _whom_to_preempt(state: LedgerState, missing: list[int], wanted: list[set[in
                     still[block.id] = count
                     if count == 0 and not (wanted and block.id in wanted[row.group]) and not allocator.is_busy(block):
                         left[row.group] -= 1
-        if max(left) <= 0:
+        if sequence.id in asking:
+            num_asking -= 1
+            for group, count in enumerate(asking[sequence.id]):
+                spared[group] += count
+        if max(left) <= 0 or (num_asking > 0 and all(left[group] <= spared[group] for group in range(len(left)))):
             return preempt
     return []
 

@@ -166,6 +166,17 @@ class LedgerMachine(RuleBasedStateMachine):
         self.accesses = []
         self.driver.tiers.fetch()
 
+    @precondition(lambda self: any(tier.rows for tier in self.driver.tiers.groups))
+    @rule(data=st.data())
+    def condemn(self, data: st.DataObject) -> None:
+        """A slot that nothing reads or writes at the moment is found bad, whoever counts on it."""
+        tier = data.draw(st.sampled_from([tier for tier in self.driver.tiers.groups if tier.rows]))
+        slot = data.draw(st.sampled_from(sorted(tier.rows)))
+        if not tier.is_used({(NVME, slot)}):
+            tier.quarantine(slot)
+            self.ledger.condemn(tier.group, slot)
+            self.driver.tiers.fetch()
+
     @precondition(lambda self: self.prompts)
     @rule(data=st.data(), keep=st.integers(0, 8))
     def truncate(self, data: st.DataObject, keep: int) -> None:
@@ -208,8 +219,11 @@ class LedgerMachine(RuleBasedStateMachine):
             if not is_unused(self.ledger, stored) or level == PRIMARY:
                 continue
             before = snapshot(self.ledger)
-            if (raise_to_secondary if level == NVME else raise_to_primary)(self.ledger, stored, {data.draw(st.integers(0, 8))}):
+            blocks = self.ledger.allocators[stored.group].blocks
+            kept = [blocks[number] for number in data.draw(st.sets(st.integers(0, len(blocks) - 1))) if blocks[number].node is not None]
+            if (raise_to_secondary if level == NVME else raise_to_primary)(self.ledger, stored, {block.id for block in kept}):
                 assert level_of(stored.block.index) == level - 1
+                assert all(block.node is not None for block in kept), "what is kept is not given up"
             else:
                 assert snapshot(self.ledger) == before
         self.driver.tiers.fetch()

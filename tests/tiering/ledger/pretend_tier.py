@@ -94,8 +94,7 @@ class PretendTier:
                 self.cells[target][:count] = [GARBAGE] * count
             self._failed_writes[target] = record
             if source[0] == NVME and self.condemns(record):
-                del self.rows[source[1]]
-                self.quarantined.add(source[1])
+                self.quarantine(source[1])
             elif source[0] == NVME:
                 self._good_sources.add(record.number)
         else:
@@ -112,6 +111,11 @@ class PretendTier:
         move, failed = self.ended.pop(position)
         self.ledger.finish(move, failed, move.number not in self._good_sources)
         self.fetch()
+
+    def quarantine(self, slot: int) -> None:
+        """A slot that has a row is out of service, and the row is gone."""
+        del self.rows[slot]
+        self.quarantined.add(slot)
 
     def settle(self, decide: Decide = never) -> None:
         """Carry out and report everything, in number order, and what follows from it."""
@@ -149,6 +153,10 @@ class PretendTier:
     def is_touching(self, slots: set[Place]) -> bool:
         """Whether something still reads or writes these slots, or was to write them and has not been reported."""
         return any(touches(record, slots) for record in self.waiting) or any(place(move.destination) in slots for move, _ in self.ended)
+
+    def is_used(self, slots: set[Place]) -> bool:
+        """Whether a Move that reads or writes these slots is under way, as far as the ledger knows."""
+        return self.is_touching(slots) or any(place(move.source) in slots for move, _ in self.ended)
 
     def check_contents(self) -> None:
         """Every handle in the tree, and every backing, has the bytes that the tree says it has."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 from hand_run import LAST, HandRun, ends, level, on_nvme, on_secondary, place, words
 
+from kvtier.policies.retention import RetentionConfig, TokenRange
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY, level_of, slot_of
 from kvtier.tiering.ledger.admission import AdmissionPlan
 from kvtier.tiering.ledger.events import Removed, Updated
@@ -155,6 +156,26 @@ def test_an_nvme_backing_of_a_primary_block_is_given_up_by_age_like_content() ->
     run.finish()
 
 
+def test_an_nvme_backing_goes_for_a_block_that_would_be_lost_whatever_colder_content_is_worth_more_than_both() -> None:
+    run = HandRun(6, 2, 2)
+    [precious] = on_nvme(run, "a", priority=80)
+    [backed] = on_secondary(run, "b")
+    run.refresh()
+    run.settle()
+    run.onboard(backed)
+    run.settle()
+    assert backed.nvme_backing is not None
+    slot = place(backed.nvme_backing)
+    [newcomer] = on_secondary(run, "c")
+    run.refresh()
+    run.settle()
+    assert newcomer.nvme_backing is not None
+    assert place(newcomer.nvme_backing) == slot
+    assert (level(precious), level(backed)) == (NVME, PRIMARY), "only a lower copy was given up"
+    assert run.dropped() == 0
+    run.finish()
+
+
 def test_an_empty_handle_is_taken_before_a_backing() -> None:
     run = HandRun(6, 2)
     [backed] = on_secondary(run, "a")
@@ -201,6 +222,22 @@ def test_what_is_computed_again_keeps_its_nvme_copy_as_backing_or_deletes_its_ro
     truncate(run.ledger, run.request("a"), 0)
     run.settle()
     assert run.tier.rows == {}, "what was forgotten does not come back with the next process"
+    run.finish()
+
+
+def test_of_what_is_computed_again_only_the_prompt_has_the_prompts_retention() -> None:
+    class NothingIsWorthLoading:
+        def num_blocks_to_load(self, plans: Sequence[AdmissionPlan]) -> int:
+            return 0
+
+    run = HandRun(8, 4)
+    blocks = on_secondary(run, "abc")
+    run.ledger.loading = NothingIsWorthLoading()
+    sequence = run.add(words("abc")[:6], retention=RetentionConfig([TokenRange(0, None, 80)], decode_priority=20))
+    run.append(sequence, *words("abc")[6:], LAST)
+    run.remove(sequence)
+    assert [level(block) for block in blocks] == [PRIMARY] * 3, "the computed blocks have taken their places"
+    assert [block.priority for block in blocks] == [80, 80, 20]
     run.finish()
 
 

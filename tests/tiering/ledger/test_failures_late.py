@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hand_run import HandRun, expect_lost, level, on_secondary, pending
 
+from kvtier.policies.retention import RetentionConfig, TokenRange
 from kvtier.pools.pool_index import PRIMARY, SECONDARY, slot_of
 from kvtier.tiering.ledger.moves import Move
 
@@ -97,4 +98,27 @@ def test_a_block_computed_again_after_a_failure_is_not_lost_when_its_dependents_
     run.settle()
     assert level(block) == SECONDARY
     assert block.node is not None
+    run.finish()
+
+
+def test_what_was_generated_is_computed_again_into_blocks_of_its_own_retention() -> None:
+    """A range without an end goes to the end of the prompt: what is generated, and deliberately low, is worth no more for being lost."""
+    retention = RetentionConfig([TokenRange(0, None, 80)], decode_priority=5, decode_duration_seconds=3.0)
+    run = HandRun(16)
+    sequence = run.add("a", retention=retention)
+    run.compute(sequence)
+    run.append(sequence, *range(4))
+    lease = run.ledger.pin(sequence.id)
+    run.driver.rewind(sequence.id, 3)
+    run.note()
+    [copy] = run.tier.waiting
+    assert isinstance(copy, Move)
+    run.driver.append_step([sequence.id], [[1] * 6])
+    other = run.ledger.pin(sequence.id)
+    run.end(copy, fails=True)
+    assert sequence.must_report
+    assert sequence.computed == 4
+    assert [(block.priority, block.duration) for block in sequence.blocks] == [(80, 0.0), (80, 0.0), (5, 3.0)]
+    run.ledger.release_lease(lease)
+    run.ledger.release_lease(other)
     run.finish()

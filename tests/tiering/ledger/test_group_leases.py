@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from group_run import GroupRun, full, recurrent, window
+from hand_run import HandRun, is_queued, on_nvme, place
 
 from kvtier.errors import CapacityError, RequestError, UnknownRequest
-from kvtier.pools.pool_index import SECONDARY, level_of
+from kvtier.pools.pool_index import NVME, SECONDARY, level_of
 from kvtier.tiering.ledger import capacity
 from kvtier.tiering.ledger.group import GroupSpec
 
@@ -176,4 +177,27 @@ def test_a_reset_waits_for_leases() -> None:
     run.refused(RequestError, run.ledger.reset)
     run.ledger.release_lease(lease)
     run.ledger.reset()
+    run.finish()
+
+
+# -- what a lease holds on NVMe --------------------------------------------------------------------------------------------
+
+
+def test_a_slot_found_bad_while_a_lease_holds_what_it_held_is_never_used_again_and_the_lease_knows() -> None:
+    run = HandRun(6, 2, 4)
+    block, sound = on_nvme(run, "ab")
+    slot = place(block)[1]
+    sequence = run.add("ab", skip_read=True)
+    run.compute(sequence)
+    lease = run.driver.store_and_pin(sequence.id)
+    assert [held.id for held in lease.rows[0]] == [block.id, sound.id], "the tree has these, on NVMe"
+    run.tier.quarantine(slot)
+    run.ledger.condemn(0, slot)
+    run.note()
+    assert lease.lost_ids == [{block.id}]
+    run.ledger.release_lease(lease)
+    run.note()
+    assert not is_queued(block)
+    assert is_queued(sound)
+    assert run.free(NVME) == 3
     run.finish()

@@ -29,6 +29,34 @@ def test_a_capacity_error_names_the_newest_requests_and_pre_empting_exactly_thos
     run.finish()
 
 
+def test_who_is_pre_empted_of_a_step_takes_no_block_of_it() -> None:
+    """Both unfilled blocks are leased, so that no end of a sequence frees one; but without the newer one the step needs one block less."""
+    run = HandRun(3)
+    first, second = run.add([1, 2], id=1), run.add([3, 4], id=2)
+    run.compute(first)
+    run.compute(second)
+    leases = [run.ledger.pin(1), run.ledger.pin(2)]
+    error = run.no_room(lambda: run.ledger.append_step([1, 2], [[7], [7]]))
+    assert (error.needed, error.available, error.preempt) == (2, 1, (2,))
+    run.remove(second, store=False)
+    run.append(first, 7)
+    for lease in leases:
+        run.ledger.release_lease(lease)
+    run.finish()
+
+
+def test_no_more_are_pre_empted_of_a_step_than_the_others_need() -> None:
+    run = HandRun(4)
+    first, second = run.add([1] * 8, id=1), run.add([2] * 4, id=2)
+    run.compute(first)
+    run.compute(second)
+    error = run.no_room(lambda: run.ledger.append_step([1, 2], [[7], [7] * 8]))
+    assert (error.needed, error.available, error.preempt) == (3, 1, (2,)), "the other one needs one block"
+    run.remove(second, store=False)
+    run.append(first, 7)
+    run.finish()
+
+
 def test_pre_emption_counts_a_shared_block_only_with_its_last_holder() -> None:
     run = HandRun(6)
     run.serve("abc")

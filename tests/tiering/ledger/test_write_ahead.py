@@ -7,6 +7,7 @@ from hand_run import HandRun, ends, is_queued, level, on_nvme, on_secondary
 from kvtier.pools.pool_index import NVME, PRIMARY, SECONDARY
 from kvtier.tiering.ledger.at_once import no_moves, write_ahead_at_once
 from kvtier.tiering.ledger.moves import Move
+from kvtier.tiering.ledger.truncating import truncate
 
 
 def test_write_ahead_starts_with_the_coldest_and_keeps_to_its_share() -> None:
@@ -89,6 +90,20 @@ def test_nothing_is_written_ahead_while_nvme_takes_no_writes() -> None:
     run.ledger.refresh(0.0, may_write=False)
     assert run.note() == []
     assert [ends(record) for record in run.refresh()] == [(SECONDARY, NVME)]
+    run.finish()
+
+
+def test_what_leaves_nvme_makes_room_for_what_was_not_worth_it_before() -> None:
+    """Whoever looked once, and found nothing to write, looks again."""
+    run = HandRun(6, 2, 1)
+    on_nvme(run, "a", priority=80)
+    [waiting] = on_secondary(run, "b")
+    assert run.refresh() == [], "what is on NVMe is worth more"
+    truncate(run.ledger, run.request("a"), 0)
+    assert len(run.note()) == 1
+    assert [ends(record) for record in run.refresh()] == [(SECONDARY, NVME)]
+    run.settle()
+    assert waiting.nvme_backing is not None
     run.finish()
 
 
