@@ -10,6 +10,7 @@ transformers' side of this is ``CacheLayerMixin`` of release 5.19 to 5.24.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Sequence
 from types import TracebackType
@@ -25,9 +26,12 @@ from kvtier.tiering.ledger.request import Request, token_bytes
 if TYPE_CHECKING:
     from kvtier.tiering.manager import KVCacheManager
 
+_log = logging.getLogger(__name__)
+
 
 class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]  # its own __init_subclass__
-    """One layer: keys and values ``[rows, kv_heads, tokens, head_dim]``, first those that were reused."""
+    """One layer: keys and values ``[rows, kv_heads, tokens, head_dim]``, first those that were reused. How many rows there are, the first
+    forward pass says: until then there is nothing to be reordered or repeated."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -49,6 +53,31 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]  # its own __init_s
         self.keys = self.reused_keys.expand(rows, -1, -1, -1)
         self.values = self.reused_values.expand(rows, -1, -1, -1)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.is_initialized or tokens_to_remove >= 0:
+            super().crop(tokens_to_remove)
+        else:
+            self._reuse(max(self.reused_keys.shape[1] + tokens_to_remove, 0))
+
+    def reset(self) -> None:
+        super().reset()
+        self._reuse(0)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        if self.is_initialized:
+            super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.is_initialized:
+            super().batch_select_indices(indices)
+
+    def _reuse(self, count: int) -> None:
+        self.reused_keys, self.reused_values = self.reused_keys[:, :count], self.reused_values[:, :count]
+
     @property
     def num_rows(self) -> int:
         return 0 if self.keys is None else self.keys.shape[0]
@@ -69,9 +98,12 @@ class GenerationCache(Cache):
             output = model.generate(input_ids, cache=cache, max_new_tokens=50)
             cache.keep(output[0])
 
-    Give ``generate`` the whole prompt: it computes only what is not there. Leaving the block stores the prompt, and what :meth:`keep` was
-    given; after an error nothing new is stored. Several beams or several answers to one prompt may share one cache; then only the prompt is
-    stored. Caches of different prompts can be used at the same time, in different threads too.
+    Give ``generate`` the whole prompt, without padding: it computes only what is not there. Leaving the block stores the prompt, and what
+    :meth:`keep` was given; after an error nothing new is stored. Several beams or several answers to one prompt may share one cache; then
+    only the prompt is stored. Caches of different prompts can be used at the same time, in different threads too.
+
+    Assisted decoding computes the whole prompt, whatever a cache has of it: give it a request with ``skip_read=True``. With another one it
+    ends in a ValueError of transformers', as soon as something is reused.
 
     Args:
         tier: a manager whose layout is the model's (``layout_of``), all of it full attention.
@@ -98,6 +130,8 @@ class GenerationCache(Cache):
         self._engine_stream = engine_stream
         self._prompt: list[int] = array("i", request.token_bytes).tolist()
         self._kept: list[int] | None = None
+        self._num_certain = len(self._prompt)  # leading tokens of the layers that are the prompt's, or of what was kept
+        self._is_doubtful = False  # tokens came that need not be those that were said
         self._is_open = True
         self.reused_tokens = 0
         layers = self._begin(request, load_timeout) or self._begin(_without_reuse(request, self._prompt), load_timeout)
@@ -122,6 +156,34 @@ class GenerationCache(Cache):
             raise RequestError(f"request {self._request.id}: keep() was given tokens that do not begin with the prompt's "
                                f"{len(self._prompt)}; pass one row of what generate returned, the prompt included")
         self._kept = kept
+        self._num_certain = self.get_seq_length()
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *arguments: Any,
+               **keywords: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in what a layer has computed, of the tokens behind those that it has."""
+        length, count = self._layers[layer_idx].get_seq_length(), key_states.shape[-2]
+        if layer_idx == 0 and count > length > 0 and length + count > len(self._prompt) and not self._is_doubtful:
+            self._is_doubtful = True
+            _log.warning("request %d: %d tokens were computed behind %d, and the prompt has %d: nothing is stored. If all of it was given "
+                         "once more: assisted decoding takes no cache that has part of the prompt; pass Request(..., skip_read=True)",
+                         self._request.id, count, length, len(self._prompt))
+        return super().update(key_states, value_states, layer_idx, *arguments, **keywords)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back ``-tokens_to_remove`` tokens. They are not stored, nor what comes in their place, but see :meth:`keep`."""
+        super().crop(tokens_to_remove)
+        self._num_certain = min(self._num_certain, self.get_seq_length())
+
+    def reset(self) -> None:
+        """Take back all tokens, those that were reused too; as of :meth:`crop`."""
+        super().reset()  # type: ignore[no-untyped-call]
+        self._num_certain = 0
+
+    @property
+    def is_croppable(self) -> bool:
+        """False once the prompt may have been given twice. Assisted decoding asks behind its first forward pass, for which it has not
+        looked at what the cache has, and ends with a ValueError then: its answer would be of the prompt behind a part of itself."""
+        return not self._is_doubtful
 
     def close(self, store: bool = True) -> None:
         """Store what was computed, and let the tier's blocks go. May be called again."""
@@ -171,12 +233,15 @@ class GenerationCache(Cache):
 
     def _write_back(self) -> bool:
         """Copy what was computed into the pages. False when they do not hold it, and must not be stored."""
-        end = min(layer.get_seq_length() for layer in self._layers)
-        if end < len(self._prompt):
-            return False  # the prompt was never computed to its end
+        lengths = {layer.get_seq_length() for layer in self._layers}
+        end = min(*lengths, self._num_certain)
+        if end <= self.reused_tokens or self._is_doubtful or len(lengths) > 1:  # several: of a forward pass that failed and was repeated
+            return False
         tier, request_id = self._tier, self._request.id
-        kept = (self._kept or [])[:tier.config.max_seq_len]  # an answer may be longer than the tier's sequences
-        answer = kept[len(self._prompt):] if self._layers[0].num_rows == 1 else []
+        # With the newest token in place, the one before it can be stored. An answer may be longer than the tier's sequences.
+        kept = (self._kept or [])[:min(end + 1, tier.config.max_seq_len)]
+        has_one_row = self._layers[0].num_rows == 1 == self._request.beam_width
+        answer = kept[len(self._prompt):] if has_one_row and end >= len(self._prompt) else []
         if answer:
             try:
                 tier.append_tokens(request_id, answer)
