@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +109,8 @@ class GenerationCache(Cache):
     Args:
         tier: a manager whose layout is the model's (``layout_of``), all of it full attention.
         request: the prompt, with its namespace. Its id must not be in use.
-        load_timeout: seconds to wait for what is stored; after that the prompt is computed.
+        load_timeout: seconds to wait for what is stored; after that the prompt is computed. And for what holds up its blocks, a drive that
+            hangs for example; after that the prompt is computed and not stored.
         engine_stream: the CUDA stream that the model computes on; None on a CPU.
 
     Attributes:
@@ -134,9 +136,15 @@ class GenerationCache(Cache):
         self._is_doubtful = False  # tokens came that need not be those that were said
         self._is_open = True
         self.reused_tokens = 0
-        layers = self._begin(request, load_timeout) or self._begin(_without_reuse(request, self._prompt), load_timeout)
+        layers = self._begin(request, load_timeout)
         if layers is None:
-            raise TransferError(f"request {request.id}: its blocks were not free to be written within {load_timeout} s; try again")
+            with suppress(CapacityError):  # it had room, but for what is still being read into that
+                layers = self._begin(_without_reuse(request, self._prompt), load_timeout)
+        if layers is None:
+            _log.warning("request %d: copies or reads have held up its blocks for longer than %s s; nothing of it is reused or stored",
+                         request.id, load_timeout)
+            self._is_open = False  # the tier knows nothing of it
+            self.reused_tokens, layers = 0, self._layers_of(torch.empty(0, dtype=torch.long), 0)
         self._layers = layers
         super().__init__(layers=[*layers])
 
@@ -208,18 +216,17 @@ class GenerationCache(Cache):
             self.reused_tokens = tier.wait_ready(request.id, timeout=load_timeout)
             with tier.step(self._engine_stream, ids=[request.id]) as ready:
                 if ready:
-                    layers = self._copy_out(self.reused_tokens)
-        except (TimeoutError, CapacityError):
+                    layers = self._layers_of(self._slots(self.reused_tokens), self.reused_tokens)
+        except (TimeoutError, CapacityError, TransferError):
             pass
         finally:
             if layers is None:
                 tier.remove_sequence(request.id, store=False)
         return layers
 
-    def _copy_out(self, count: int) -> list[_Layer]:
-        """Keys and values of the first ``count`` tokens, layer by layer."""
+    def _layers_of(self, slots: torch.Tensor, count: int) -> list[_Layer]:
+        """Keys and values of ``count`` tokens in these blocks, layer by layer."""
         layers: list[_Layer] = []
-        slots = self._slots(count)
         for number in range(len(self._tier.layout.layers)):
             pages = self._tier.layer_buffer(number)[slots]  # [blocks, 2, heads, tokens, dim], a copy
             keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :count]

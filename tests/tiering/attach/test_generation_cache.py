@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvtier import CapacityError, ConfigError, KVCacheManager, KVLayout, LayerSpec, Request, RequestError, TierConfig
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
+from kvtier.tiering import readiness
 from kvtier.tiering.attach.generation_cache import GenerationCache, _Layer
 from kvtier.tiering.attach.transformers import layout_of
 
@@ -45,9 +46,9 @@ def generate(model, prompt, new_tokens, **keywords):
     return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **{"do_sample": False, **keywords})
 
 
-def answer(model, tier, number, prompt, new_tokens, **keywords):
+def answer(model, tier, number, prompt, new_tokens, load_timeout=30.0, **keywords):
     """Through the cache; returns the new tokens and how many tokens were reused."""
-    with GenerationCache(tier, Request(number, prompt)) as cache:
+    with GenerationCache(tier, Request(number, prompt), load_timeout=load_timeout) as cache:
         output = generate(model, prompt, new_tokens, cache=cache, **keywords)
         cache.keep(output[0])
     return output[0, len(prompt):].tolist(), cache.reused_tokens
@@ -122,6 +123,37 @@ def test_what_does_not_come_in_time_is_computed(model, open_tier, generated, pro
         output = generate(model, prompts[0], 5, cache=cache)
     assert cache.reused_tokens == 0
     assert output[0, len(prompts[0]):].tolist() == generated(prompts[0], 5)
+
+
+def test_where_a_read_that_hangs_holds_up_its_blocks_a_prompt_is_answered_and_not_stored(model, open_tier, generated, prompts):
+    gate = Gate(FaultOperation.READ)
+    tier = open_tier(primary="20 blocks", secondary="10 blocks", nvme="100 blocks", faults=gate)
+    for number in range(3):  # the first one is on NVMe alone then
+        answer(model, tier, number, [prompts[0], [100] * 60, [101] * 60][number], 2)
+        assert tier.flush()
+    prompt = [*prompts[0], *prompts[4][:40]]  # it needs all blocks, also those that are being read into
+    tokens, reused = answer(model, tier, 3, prompt, 3, load_timeout=0.2)
+    assert (tokens, reused) == (generated(prompt, 3), 0)
+    assert gate.arrived
+    gate.open()
+    assert tier.flush()
+    assert tier.match([*prompt, 5]).reusable_tokens <= len(prompts[0])
+    assert answer(model, tier, 4, prompt, 3)[0] == tokens
+
+
+def test_where_copies_out_of_its_blocks_hang_a_prompt_is_answered_and_not_stored(model, open_tier, generated, prompts, monkeypatch):
+    gate = Gate(FaultOperation.COPY)
+    tier = open_tier(primary="20 blocks", faults=gate)
+    answer(model, tier, 0, prompts[0], 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(readiness, "STEP_TIMEOUT", 0.1)
+        tokens, reused = answer(model, tier, 1, prompts[2], 5, load_timeout=0.1)  # pushes the first one down, which does not end
+    gate.open()
+    assert (tokens, reused) == (generated(prompts[2], 5), 0)
+    assert gate.arrived
+    assert tier.flush()
+    assert tier.match([*prompts[2], 5]).reusable_tokens == 0
+    assert answer(model, tier, 2, prompts[2], 5) == (tokens, 0)
 
 
 def test_beams_and_several_answers_share_the_prompt(model, open_tier, prompts):
