@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from kvtier.errors import CapacityError, ConfigError, RequestError, TransferError
 from kvtier.kernels import write_kv
+from kvtier.pools.pool_index import slot_of
 from kvtier.tiering.ledger.request import Request, token_bytes
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class GenerationCache(Cache):
             _log.warning("request %d: copies or reads have held up its blocks for longer than %s s; nothing of it is reused or stored",
                          request.id, load_timeout)
             self._is_open = False  # the tier knows nothing of it
-            self.reused_tokens, layers = 0, self._layers_of(torch.empty(0, dtype=torch.long), 0)
+            self.reused_tokens, layers = 0, self._layers_of(torch.empty(0, dtype=torch.int32), 0)
         self._layers = layers
         super().__init__(layers=[*layers])
 
@@ -216,7 +217,7 @@ class GenerationCache(Cache):
             self.reused_tokens = tier.wait_ready(request.id, timeout=load_timeout)
             with tier.step(self._engine_stream, ids=[request.id]) as ready:
                 if ready:
-                    layers = self._layers_of(self._slots(self.reused_tokens), self.reused_tokens)
+                    layers = self._layers_of(self._slots(), self.reused_tokens)
         except (TimeoutError, CapacityError, TransferError):
             pass
         finally:
@@ -227,16 +228,18 @@ class GenerationCache(Cache):
     def _layers_of(self, slots: torch.Tensor, count: int) -> list[_Layer]:
         """Keys and values of ``count`` tokens in these blocks, layer by layer."""
         layers: list[_Layer] = []
+        slots = slots[:-(-count // self._tier.layout.tokens_per_block)]
         for number in range(len(self._tier.layout.layers)):
             pages = self._tier.layer_buffer(number)[slots]  # [blocks, 2, heads, tokens, dim], a copy
             keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :count]
             layers.append(_Layer(keys, values))
         return layers
 
-    def _slots(self, num_tokens: int) -> torch.Tensor:
-        group = self._tier.layout.groups[0]
-        entries = self._tier.block_table([self._request.id])[0, 0, :-(-num_tokens // group.tokens_per_block)]
-        return (entries // (group.num_layers * group.kv_factor)).long()
+    def _slots(self) -> torch.Tensor:
+        """Where the sequence's blocks lie, int32. The manager's block table does not do: it is one for all threads."""
+        with self._tier.locked() as ledger:
+            slots = [slot_of(block.index) for block in ledger.sequence(self._request.id).rows[0].blocks]
+        return torch.tensor(slots, dtype=torch.int32, device=self._tier.pool(group=0).primary.pages.device)
 
     def _write_back(self) -> bool:
         """Copy what was computed into the pages. False when they do not hold it, and must not be stored."""
@@ -260,7 +263,8 @@ class GenerationCache(Cache):
             if not ready:
                 return False
             positions = torch.arange(self.reused_tokens, end, dtype=torch.int32, device=pool.pages.device)
-            table = tier.block_table([request_id])
+            first = self._slots() * (pool.group.num_layers * pool.group.kv_factor)
+            table = torch.stack((first, first + 1))[None]
             for number, layer in enumerate(self._layers):
                 keys, values = layer.first_row(self.reused_tokens, end)
                 write_kv(pool.pages, keys, values, table, torch.zeros_like(positions), positions, layer=number,

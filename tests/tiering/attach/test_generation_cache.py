@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -168,6 +169,50 @@ def test_beams_and_several_answers_share_the_prompt(model, open_tier, prompts):
     with GenerationCache(tier, Request(5, prompts[0])) as cache:
         several = generate(model, prompts[0], 4, cache=cache, do_sample=True, num_return_sequences=2)
     assert several.shape == (2, len(prompts[0]) + 4)
+
+
+def test_a_block_table_that_another_thread_asks_for_meanwhile_changes_nothing(model, open_tier, generated, prompts, monkeypatch):
+    """The manager fills one table for all: whoever relied on it would read and write another one's blocks."""
+    tier = open_tier()
+    other = GenerationCache(tier, Request(100, prompts[2]))
+    ask = tier.block_table
+
+    def answer_two(ids, group=0):
+        table = ask(ids, group)
+        ask([100], group)
+        return table
+
+    monkeypatch.setattr(tier, "block_table", answer_two)
+    for number in range(2):
+        tokens, reused = answer(model, tier, number, prompts[0], 6)
+        assert tokens == generated(prompts[0], 6)
+        assert reused == 36 * number
+    assert generate(model, prompts[2], 6, cache=other)[0, len(prompts[2]):].tolist() == generated(prompts[2], 6)
+    other.close()
+    assert answer(model, tier, 101, prompts[2], 6) == (generated(prompts[2], 6), 63)
+
+
+def test_threads_with_prompts_of_their_own_are_answered_as_by_generate(model, open_tier, generated, prompts):
+    tier = open_tier(primary="60 blocks", nvme="100 blocks")
+    wrong = []
+
+    def talk(number):
+        prompt = [*prompts[0][:9 * number], *prompts[2][:40]]
+        for turn in range(12):
+            tokens, _reused = answer(model, tier, 100 * number + turn, prompt[:len(prompt) - turn], 2)
+            if tokens != expected[number][turn]:
+                wrong.append((number, turn))
+
+    expected = [[generated([*prompts[0][:9 * number], *prompts[2][:40]][:40 + 9 * number - turn], 2) for turn in range(12)]
+                for number in range(3)]
+    threads = [threading.Thread(target=talk, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    assert wrong == []
+    assert tier.stats().hit_tokens.primary > 0
 
 
 def test_another_model_of_the_family_works_too(open_tier, prompts):
