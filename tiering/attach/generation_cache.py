@@ -10,8 +10,10 @@ transformers' side of this is ``CacheLayerMixin`` of release 5.19 to 5.24.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +22,18 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from kvtier.errors import CapacityError, ConfigError, RequestError, TransferError
 from kvtier.kernels import write_kv
+from kvtier.pools.pool_index import slot_of
 from kvtier.tiering.ledger.request import Request, token_bytes
 
 if TYPE_CHECKING:
     from kvtier.tiering.manager import KVCacheManager
 
+_log = logging.getLogger(__name__)
+
 
 class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]  # its own __init_subclass__
-    """One layer: keys and values ``[rows, kv_heads, tokens, head_dim]``, first those that were reused."""
+    """One layer: keys and values ``[rows, kv_heads, tokens, head_dim]``, first those that were reused. How many rows there are, the first
+    forward pass says: until then there is nothing to be reordered or repeated."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -49,6 +55,31 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]  # its own __init_s
         self.keys = self.reused_keys.expand(rows, -1, -1, -1)
         self.values = self.reused_values.expand(rows, -1, -1, -1)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.is_initialized or tokens_to_remove >= 0:
+            super().crop(tokens_to_remove)
+        else:
+            self._reuse(max(self.reused_keys.shape[1] + tokens_to_remove, 0))
+
+    def reset(self) -> None:
+        super().reset()
+        self._reuse(0)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        if self.is_initialized:
+            super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.is_initialized:
+            super().batch_select_indices(indices)
+
+    def _reuse(self, count: int) -> None:
+        self.reused_keys, self.reused_values = self.reused_keys[:, :count], self.reused_values[:, :count]
+
     @property
     def num_rows(self) -> int:
         return 0 if self.keys is None else self.keys.shape[0]
@@ -69,14 +100,18 @@ class GenerationCache(Cache):
             output = model.generate(input_ids, cache=cache, max_new_tokens=50)
             cache.keep(output[0])
 
-    Give ``generate`` the whole prompt: it computes only what is not there. Leaving the block stores the prompt, and what :meth:`keep` was
-    given; after an error nothing new is stored. Several beams or several answers to one prompt may share one cache; then only the prompt is
-    stored. Caches of different prompts can be used at the same time, in different threads too.
+    Give ``generate`` the whole prompt, without padding: it computes only what is not there. Leaving the block stores the prompt, and what
+    :meth:`keep` was given; after an error nothing new is stored. Several beams or several answers to one prompt may share one cache; then
+    only the prompt is stored. Caches of different prompts can be used at the same time, in different threads too.
+
+    Assisted decoding computes the whole prompt, whatever a cache has of it: give it a request with ``skip_read=True``. With another one it
+    ends in a ValueError of transformers', as soon as something is reused.
 
     Args:
         tier: a manager whose layout is the model's (``layout_of``), all of it full attention.
         request: the prompt, with its namespace. Its id must not be in use.
-        load_timeout: seconds to wait for what is stored; after that the prompt is computed.
+        load_timeout: seconds to wait for what is stored; after that the prompt is computed. And for what holds up its blocks, a drive that
+            hangs for example; after that the prompt is computed and not stored.
         engine_stream: the CUDA stream that the model computes on; None on a CPU.
 
     Attributes:
@@ -98,11 +133,19 @@ class GenerationCache(Cache):
         self._engine_stream = engine_stream
         self._prompt: list[int] = array("i", request.token_bytes).tolist()
         self._kept: list[int] | None = None
+        self._num_certain = len(self._prompt)  # leading tokens of the layers that are the prompt's, or of what was kept
+        self._is_doubtful = False  # tokens came that need not be those that were said
         self._is_open = True
         self.reused_tokens = 0
-        layers = self._begin(request, load_timeout) or self._begin(_without_reuse(request, self._prompt), load_timeout)
+        layers = self._begin(request, load_timeout)
         if layers is None:
-            raise TransferError(f"request {request.id}: its blocks were not free to be written within {load_timeout} s; try again")
+            with suppress(CapacityError):  # it had room, but for what is still being read into that
+                layers = self._begin(_without_reuse(request, self._prompt), load_timeout)
+        if layers is None:
+            _log.warning("request %d: copies or reads have held up its blocks for longer than %s s; nothing of it is reused or stored",
+                         request.id, load_timeout)
+            self._is_open = False  # the tier knows nothing of it
+            self.reused_tokens, layers = 0, self._layers_of(torch.empty(0, dtype=torch.int32), 0)
         self._layers = layers
         super().__init__(layers=[*layers])
 
@@ -122,6 +165,34 @@ class GenerationCache(Cache):
             raise RequestError(f"request {self._request.id}: keep() was given tokens that do not begin with the prompt's "
                                f"{len(self._prompt)}; pass one row of what generate returned, the prompt included")
         self._kept = kept
+        self._num_certain = self.get_seq_length()
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *arguments: Any,
+               **keywords: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in what a layer has computed, of the tokens behind those that it has."""
+        length, count = self._layers[layer_idx].get_seq_length(), key_states.shape[-2]
+        if layer_idx == 0 and count > length > 0 and length + count > len(self._prompt) and not self._is_doubtful:
+            self._is_doubtful = True
+            _log.warning("request %d: %d tokens were computed behind %d, and the prompt has %d: nothing is stored. If all of it was given "
+                         "once more: assisted decoding takes no cache that has part of the prompt; pass Request(..., skip_read=True)",
+                         self._request.id, count, length, len(self._prompt))
+        return super().update(key_states, value_states, layer_idx, *arguments, **keywords)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back ``-tokens_to_remove`` tokens. They are not stored, nor what comes in their place, but see :meth:`keep`."""
+        super().crop(tokens_to_remove)
+        self._num_certain = min(self._num_certain, self.get_seq_length())
+
+    def reset(self) -> None:
+        """Take back all tokens, those that were reused too; as of :meth:`crop`."""
+        super().reset()  # type: ignore[no-untyped-call]
+        self._num_certain = 0
+
+    @property
+    def is_croppable(self) -> bool:
+        """False once the prompt may have been given twice. Assisted decoding asks behind its first forward pass, for which it has not
+        looked at what the cache has, and ends with a ValueError then: its answer would be of the prompt behind a part of itself."""
+        return not self._is_doubtful
 
     def close(self, store: bool = True) -> None:
         """Store what was computed, and let the tier's blocks go. May be called again."""
@@ -146,37 +217,41 @@ class GenerationCache(Cache):
             self.reused_tokens = tier.wait_ready(request.id, timeout=load_timeout)
             with tier.step(self._engine_stream, ids=[request.id]) as ready:
                 if ready:
-                    layers = self._copy_out(self.reused_tokens)
-        except (TimeoutError, CapacityError):
+                    layers = self._layers_of(self._slots(), self.reused_tokens)
+        except (TimeoutError, CapacityError, TransferError):
             pass
         finally:
             if layers is None:
                 tier.remove_sequence(request.id, store=False)
         return layers
 
-    def _copy_out(self, count: int) -> list[_Layer]:
-        """Keys and values of the first ``count`` tokens, layer by layer."""
+    def _layers_of(self, slots: torch.Tensor, count: int) -> list[_Layer]:
+        """Keys and values of ``count`` tokens in these blocks, layer by layer."""
         layers: list[_Layer] = []
-        slots = self._slots(count)
+        slots = slots[:-(-count // self._tier.layout.tokens_per_block)]
         for number in range(len(self._tier.layout.layers)):
             pages = self._tier.layer_buffer(number)[slots]  # [blocks, 2, heads, tokens, dim], a copy
             keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :count]
             layers.append(_Layer(keys, values))
         return layers
 
-    def _slots(self, num_tokens: int) -> torch.Tensor:
-        group = self._tier.layout.groups[0]
-        entries = self._tier.block_table([self._request.id])[0, 0, :-(-num_tokens // group.tokens_per_block)]
-        return (entries // (group.num_layers * group.kv_factor)).long()
+    def _slots(self) -> torch.Tensor:
+        """Where the sequence's blocks lie, int32. The manager's block table does not do: it is one for all threads."""
+        with self._tier.locked() as ledger:
+            slots = [slot_of(block.index) for block in ledger.sequence(self._request.id).rows[0].blocks]
+        return torch.tensor(slots, dtype=torch.int32, device=self._tier.pool(group=0).primary.pages.device)
 
     def _write_back(self) -> bool:
         """Copy what was computed into the pages. False when they do not hold it, and must not be stored."""
-        end = min(layer.get_seq_length() for layer in self._layers)
-        if end < len(self._prompt):
-            return False  # the prompt was never computed to its end
+        lengths = {layer.get_seq_length() for layer in self._layers}
+        end = min(*lengths, self._num_certain)
+        if end <= self.reused_tokens or self._is_doubtful or len(lengths) > 1:  # several: of a forward pass that failed and was repeated
+            return False
         tier, request_id = self._tier, self._request.id
-        kept = (self._kept or [])[:tier.config.max_seq_len]  # an answer may be longer than the tier's sequences
-        answer = kept[len(self._prompt):] if self._layers[0].num_rows == 1 else []
+        # With the newest token in place, the one before it can be stored. An answer may be longer than the tier's sequences.
+        kept = (self._kept or [])[:min(end + 1, tier.config.max_seq_len)]
+        has_one_row = self._layers[0].num_rows == 1 == self._request.beam_width
+        answer = kept[len(self._prompt):] if has_one_row and end >= len(self._prompt) else []
         if answer:
             try:
                 tier.append_tokens(request_id, answer)
@@ -188,7 +263,8 @@ class GenerationCache(Cache):
             if not ready:
                 return False
             positions = torch.arange(self.reused_tokens, end, dtype=torch.int32, device=pool.pages.device)
-            table = tier.block_table([request_id])
+            first = self._slots() * (pool.group.num_layers * pool.group.kv_factor)
+            table = torch.stack((first, first + 1))[None]
             for number, layer in enumerate(self._layers):
                 keys, values = layer.first_row(self.reused_tokens, end)
                 write_kv(pool.pages, keys, values, table, torch.zeros_like(positions), positions, layer=number,

@@ -31,6 +31,11 @@ QUANTISED: Final = ("float8_e4m3fn", "int8", NVFP4)
 """Storage types that keys and values of any floating-point model can be kept in, with a scale."""
 
 
+LENGTH_DEPENDENT_ROPES: Final = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies change with the length of what is computed: a token's key in a long prompt is another one than in a
+short prompt that begins alike, so neither can be served with the other's."""
+
+
 def layout_of(config: PretrainedConfig, *, dtype: str | torch.dtype, tokens_per_block: int = 32) -> KVLayout:
     """The KV layout of a model, from its transformers configuration.
 
@@ -43,8 +48,8 @@ def layout_of(config: PretrainedConfig, *, dtype: str | torch.dtype, tokens_per_
         One layer for each of the model's, in order. With an encoder, the decoder's cross-attention layers behind its own layers.
 
     Raises:
-        ConfigError: another type of model, a kind of layer that is not supported, a dtype kvtier does not store, heads that NVFP4 cannot
-            cut into groups of 16.
+        ConfigError: another type of model, a kind of layer that is not supported, rotary embeddings that change with the length of a
+            prompt, a dtype kvtier does not store, heads that NVFP4 cannot cut into groups of 16.
     """
     model_type = str(getattr(config, "model_type", "unknown"))
     if model_type not in SUPPORTED_MODEL_TYPES:
@@ -56,6 +61,10 @@ def layout_of(config: PretrainedConfig, *, dtype: str | torch.dtype, tokens_per_
         raise ConfigError(f"dtype={name!r}: keys and values are kept in one of {', '.join(known)}")
     if getattr(config, "use_bidirectional_attention", None):
         raise ConfigError(f"this {model_type} model attends in both directions; the transformers adapter serves causal models")
+    for rope_type in _rope_types(config):
+        if rope_type in LENGTH_DEPENDENT_ROPES:
+            raise ConfigError(f"rope_type={rope_type!r}: keys of this {model_type} model change with the length of the prompt that they "
+                              "are computed in, so prompts cannot share them; serve it without kvtier")
     specs = _specs(config, model_type)
     if name == NVFP4:
         return KVLayout([_packed(spec) for spec in specs], "uint8", tokens_per_block)
@@ -79,6 +88,13 @@ def _specs(config: PretrainedConfig, model_type: str) -> list[LayerSpec]:
     kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     return [LayerSpec.attention(kv_heads, head_dim, window=window) for window in _windows(config, model_type)]
+
+
+def _rope_types(config: PretrainedConfig) -> list[str]:
+    """Of all layers, or by kind of layer."""
+    given: object = getattr(config, "rope_parameters", None)
+    parts = [given, *given.values()] if isinstance(given, dict) else []
+    return [str(part.get("rope_type")) for part in parts if isinstance(part, dict)]
 
 
 def _packed(spec: LayerSpec) -> LayerSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvtier import CapacityError, ConfigError, KVCacheManager, KVLayout, LayerSpec, Request, RequestError, TierConfig
 from kvtier.io.faults import FaultKind, FaultOperation, FaultRule, Faults
+from kvtier.tiering import readiness
 from kvtier.tiering.attach.generation_cache import GenerationCache, _Layer
 from kvtier.tiering.attach.transformers import layout_of
 
@@ -45,9 +47,9 @@ def generate(model, prompt, new_tokens, **keywords):
     return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **{"do_sample": False, **keywords})
 
 
-def answer(model, tier, number, prompt, new_tokens, **keywords):
+def answer(model, tier, number, prompt, new_tokens, load_timeout=30.0, **keywords):
     """Through the cache; returns the new tokens and how many tokens were reused."""
-    with GenerationCache(tier, Request(number, prompt)) as cache:
+    with GenerationCache(tier, Request(number, prompt), load_timeout=load_timeout) as cache:
         output = generate(model, prompt, new_tokens, cache=cache, **keywords)
         cache.keep(output[0])
     return output[0, len(prompt):].tolist(), cache.reused_tokens
@@ -124,6 +126,37 @@ def test_what_does_not_come_in_time_is_computed(model, open_tier, generated, pro
     assert output[0, len(prompts[0]):].tolist() == generated(prompts[0], 5)
 
 
+def test_where_a_read_that_hangs_holds_up_its_blocks_a_prompt_is_answered_and_not_stored(model, open_tier, generated, prompts):
+    gate = Gate(FaultOperation.READ)
+    tier = open_tier(primary="20 blocks", secondary="10 blocks", nvme="100 blocks", faults=gate)
+    for number in range(3):  # the first one is on NVMe alone then
+        answer(model, tier, number, [prompts[0], [100] * 60, [101] * 60][number], 2)
+        assert tier.flush()
+    prompt = [*prompts[0], *prompts[4][:40]]  # it needs all blocks, also those that are being read into
+    tokens, reused = answer(model, tier, 3, prompt, 3, load_timeout=0.2)
+    assert (tokens, reused) == (generated(prompt, 3), 0)
+    assert gate.arrived
+    gate.open()
+    assert tier.flush()
+    assert tier.match([*prompt, 5]).reusable_tokens <= len(prompts[0])
+    assert answer(model, tier, 4, prompt, 3)[0] == tokens
+
+
+def test_where_copies_out_of_its_blocks_hang_a_prompt_is_answered_and_not_stored(model, open_tier, generated, prompts, monkeypatch):
+    gate = Gate(FaultOperation.COPY)
+    tier = open_tier(primary="20 blocks", faults=gate)
+    answer(model, tier, 0, prompts[0], 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(readiness, "STEP_TIMEOUT", 0.1)
+        tokens, reused = answer(model, tier, 1, prompts[2], 5, load_timeout=0.1)  # pushes the first one down, which does not end
+    gate.open()
+    assert (tokens, reused) == (generated(prompts[2], 5), 0)
+    assert gate.arrived
+    assert tier.flush()
+    assert tier.match([*prompts[2], 5]).reusable_tokens == 0
+    assert answer(model, tier, 2, prompts[2], 5) == (tokens, 0)
+
+
 def test_beams_and_several_answers_share_the_prompt(model, open_tier, prompts):
     tier = open_tier()
     for number in range(2):
@@ -136,6 +169,50 @@ def test_beams_and_several_answers_share_the_prompt(model, open_tier, prompts):
     with GenerationCache(tier, Request(5, prompts[0])) as cache:
         several = generate(model, prompts[0], 4, cache=cache, do_sample=True, num_return_sequences=2)
     assert several.shape == (2, len(prompts[0]) + 4)
+
+
+def test_a_block_table_that_another_thread_asks_for_meanwhile_changes_nothing(model, open_tier, generated, prompts, monkeypatch):
+    """The manager fills one table for all: whoever relied on it would read and write another one's blocks."""
+    tier = open_tier()
+    other = GenerationCache(tier, Request(100, prompts[2]))
+    ask = tier.block_table
+
+    def answer_two(ids, group=0):
+        table = ask(ids, group)
+        ask([100], group)
+        return table
+
+    monkeypatch.setattr(tier, "block_table", answer_two)
+    for number in range(2):
+        tokens, reused = answer(model, tier, number, prompts[0], 6)
+        assert tokens == generated(prompts[0], 6)
+        assert reused == 36 * number
+    assert generate(model, prompts[2], 6, cache=other)[0, len(prompts[2]):].tolist() == generated(prompts[2], 6)
+    other.close()
+    assert answer(model, tier, 101, prompts[2], 6) == (generated(prompts[2], 6), 63)
+
+
+def test_threads_with_prompts_of_their_own_are_answered_as_by_generate(model, open_tier, generated, prompts):
+    tier = open_tier(primary="60 blocks", nvme="100 blocks")
+    wrong = []
+
+    def talk(number):
+        prompt = [*prompts[0][:9 * number], *prompts[2][:40]]
+        for turn in range(12):
+            tokens, _reused = answer(model, tier, 100 * number + turn, prompt[:len(prompt) - turn], 2)
+            if tokens != expected[number][turn]:
+                wrong.append((number, turn))
+
+    expected = [[generated([*prompts[0][:9 * number], *prompts[2][:40]][:40 + 9 * number - turn], 2) for turn in range(12)]
+                for number in range(3)]
+    threads = [threading.Thread(target=talk, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    assert wrong == []
+    assert tier.stats().hit_tokens.primary > 0
 
 
 def test_another_model_of_the_family_works_too(open_tier, prompts):
@@ -175,6 +252,129 @@ def test_an_answer_that_has_no_room_is_left_out_and_the_prompt_is_stored(model, 
     tokens, _ = answer(model, tier, 0, prompts[0], 20)
     assert tokens == generated(prompts[0], 20)
     assert tier.match([*prompts[0], 5]).reusable_tokens == 36
+
+
+def drop(cache, length):
+    """Crop to so many tokens."""
+    cache.crop(length - cache.get_seq_length())
+
+
+def test_what_takes_the_place_of_cropped_tokens_is_never_found_as_theirs(model, open_tier, generated, prompts):
+    tier = open_tier()
+    prompt, other = prompts[0], prompts[4]
+    with GenerationCache(tier, Request(0, prompt)) as cache:
+        generate(model, prompt, 4, cache=cache)
+        drop(cache, 20)
+        generate(model, [*prompt[:20], *other[:18]], 4, cache=cache)  # as many as the prompt has
+    tokens, reused = answer(model, tier, 1, [*prompt, 5, 6], 6)
+    assert reused == 20
+    assert tokens == generated([*prompt, 5, 6], 6)
+
+
+def test_another_answer_to_the_same_prompt_is_not_found_as_the_kept_one(model, open_tier, generated, prompts):
+    tier = open_tier()
+    with GenerationCache(tier, Request(0, prompts[0])) as cache:
+        first = generate(model, prompts[0], 8, cache=cache)
+        cache.keep(first[0])
+        drop(cache, len(prompts[0]) - 1)
+        second = generate(model, prompts[0], 8, cache=cache, do_sample=True, temperature=5.0)
+    assert not torch.equal(first, second)
+    history = [*first[0].tolist(), 5, 6]
+    tokens, reused = answer(model, tier, 1, history, 6)
+    assert reused == 36
+    assert tokens == generated(history, 6)
+
+
+def test_what_is_kept_is_what_the_cache_held_then(model, open_tier, generated, prompts):
+    """The newest token is not computed yet; another one may come in its place."""
+    tier = open_tier()
+    with GenerationCache(tier, Request(0, prompts[0])) as cache:
+        first = generate(model, prompts[0], 8, cache=cache)[0].tolist()
+        cache.keep([*first, 5, 6, 7])
+        generate(model, [*first[:-1], *prompts[4][:6]], 3, cache=cache)
+    tokens, reused = answer(model, tier, 1, [*first, 5, 6, 7, 8], 6)
+    assert reused == len(first) - 1
+    assert tokens == generated([*first, 5, 6, 7, 8], 6)
+
+
+def test_a_cache_that_was_reset_is_empty_and_stores_what_is_kept_alone(model, open_tier, generated, prompts):
+    tier = open_tier()
+    answer(model, tier, 0, prompts[0], 4)
+    prompt, other = [*prompts[0], 9, 9, 9, 9], prompts[4]
+    with GenerationCache(tier, Request(1, prompt)) as cache:
+        assert cache.reused_tokens == 37
+        generate(model, prompt, 4, cache=cache)
+        cache.reset()
+        assert generate(model, other, 4, cache=cache)[0, len(other):].tolist() == generated(other, 4)
+    assert tier.match([*prompt, 5]).reusable_tokens <= 37
+    with GenerationCache(tier, Request(2, prompt)) as cache:
+        cache.reset()
+        cache.keep(generate(model, prompt, 4, cache=cache)[0])
+    tokens, reused = answer(model, tier, 3, [*prompt, 5, 6], 6)
+    assert reused >= 40
+    assert tokens == generated([*prompt, 5, 6], 6)
+
+
+@pytest.mark.parametrize("assisted", [{"prompt_lookup_num_tokens": 4}, {"assistant_model": True}])
+def test_assisted_decoding_is_right_without_reuse_and_refused_with_it(model, open_tier, generated, prompts, assisted):
+    """Its first forward pass is of the whole prompt, whatever the cache has."""
+    assisted = {name: model if wanted is True else wanted for name, wanted in assisted.items()}
+    tier, prompt = open_tier(), prompts[0]
+    assert answer(model, tier, 0, prompt, 9, **assisted) == (generated(prompt, 9), 0)
+    history = [*prompt, *generated(prompt, 9), 5]
+    with pytest.raises(ValueError, match="can be cropped"):
+        answer(model, tier, 1, history, 9, **assisted)
+    with GenerationCache(tier, Request(2, history, skip_read=True)) as cache:
+        output = generate(model, history, 9, cache=cache, **assisted)
+        cache.keep(output[0])
+    assert output[0, len(history):].tolist() == generated(history, 9)
+    history = [*output[0].tolist(), 5, 6]
+    tokens, reused = answer(model, tier, 3, history, 6)
+    assert tokens == generated(history, 6)
+    assert reused == len(history) - 3
+
+
+def test_a_prompt_that_was_given_twice_is_never_stored(model, open_tier, generated, prompts, caplog):
+    tier, prompt = open_tier(), prompts[0]
+    answer(model, tier, 0, prompt[:20], 1)
+    with GenerationCache(tier, Request(1, prompt)) as cache:
+        model(torch.tensor([prompt]), cache=cache)
+        cache.keep([*prompt, 5, 6, 7, 8])
+    assert "skip_read=True" in caplog.text
+    tokens, reused = answer(model, tier, 2, prompt, 6)
+    assert reused == 20
+    assert tokens == generated(prompt, 6)
+
+
+def test_a_prompt_cut_into_chunks_is_answered_as_in_one(model, open_tier, generated, prompts):
+    tier = open_tier()
+    for number in range(2):
+        tokens, reused = answer(model, tier, number, prompts[0], 6, prefill_chunk_size=7)
+        assert tokens == generated(prompts[0], 6)
+        assert reused == (0 if number == 0 else len(prompts[0]) - 1)
+
+
+@pytest.mark.parametrize("change", [lambda cache: cache.batch_repeat_interleave(3), lambda cache: cache.reorder_cache(torch.tensor([0])),
+                                    lambda cache: cache.batch_select_indices(torch.tensor([0])), lambda cache: cache.crop(-5),
+                                    lambda cache: cache.crop(0), lambda cache: cache.crop(-99)])
+def test_what_is_reused_can_be_changed_before_the_first_forward_pass(model, open_tier, generated, prompts, change):
+    tier = open_tier()
+    answer(model, tier, 0, prompts[0], 1)
+    with GenerationCache(tier, Request(1, prompts[0])) as cache:
+        change(cache)
+        assert cache.get_seq_length() in (36, 31, 0)
+        assert generate(model, prompts[0], 6, cache=cache)[0, len(prompts[0]):].tolist() == generated(prompts[0], 6)
+    tokens, reused = answer(model, tier, 2, [*prompts[0], 5], 6)
+    assert reused >= 36
+    assert tokens == generated([*prompts[0], 5], 6)
+
+
+def test_a_request_of_several_beams_has_the_prompt_alone_stored(model, open_tier, prompts):
+    tier = open_tier(max_beam_width=3)
+    answer(model, tier, 0, prompts[0], 4)
+    with GenerationCache(tier, Request(1, [5, *prompts[0]], beam_width=3)) as cache:
+        cache.keep(generate(model, [5, *prompts[0]], 4, cache=cache)[0])
+    assert tier.match([5, *prompts[0], 5]).reusable_tokens == 36
 
 
 def test_tokens_that_do_not_belong_to_the_prompt_are_refused(model, open_tier, prompts):

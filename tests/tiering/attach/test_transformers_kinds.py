@@ -189,3 +189,34 @@ def test_a_model_that_attends_in_both_directions_is_refused():
     config = Gemma3TextConfig(**SIZES, use_bidirectional_attention=True)
     with pytest.raises(ConfigError, match="both directions"):
         layout_of(config, dtype="float32")
+
+
+@pytest.mark.parametrize("parameters", [
+    {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64, "short_factor": [1.0] * 4,
+     "long_factor": [4.0] * 4}])
+def test_a_model_whose_keys_change_with_the_length_of_the_prompt_is_refused(parameters):
+    """A short prompt would be answered wrongly with what a long one that begins alike has left, and the other way round."""
+    rope_type = parameters["rope_type"]
+    with pytest.raises(ConfigError, match=f"rope_type='{rope_type}'"):
+        layout_of(LlamaConfig(**SIZES, rope_parameters=parameters), dtype="float32")
+    of_one_kind = {"full_attention": parameters, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    with pytest.raises(ConfigError, match=f"rope_type='{rope_type}'"):
+        layout_of(Gemma3TextConfig(**SIZES, layer_types=SLIDING, rope_parameters=of_one_kind), dtype="float32")
+
+
+@pytest.mark.parametrize("parameters", [
+    {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128},
+    {"rope_type": "llama3", "factor": 4.0, "rope_theta": 10000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 128}])
+def test_other_rotary_embeddings_are_shared_by_long_and_short_prompts(serve, prompts, parameters):
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=parameters)).eval()
+    model.generation_config.eos_token_id = None
+    long = [*prompts[2], *prompts[0], *prompts[4]]  # 151 tokens
+    expected = [generate(model, prompt, 6) for prompt in (long, long[:60])]
+    loop = serve(model)
+    answers = [loop.run([Request(number, prompt, max_new_tokens=6)])[number] for number, prompt in enumerate((long, long[:60]))]
+    assert [answer.tokens for answer in answers] == expected
+    assert answers[1].reused_tokens == 59
