@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import threading
@@ -11,9 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from interrupting import cut_short
 
 from kvtier.errors import ConfigError
 from kvtier.io import space_turn, store_open
+from kvtier.io.byte_locks import lock_whole
 from kvtier.io.direct_file import DirectFile
 from kvtier.io.space_turn import alone_on
 from kvtier.io.store_open import open_store
@@ -99,6 +102,23 @@ def test_a_child_that_was_forked_during_a_turn_does_not_keep_it(tmp_path: Path, 
     finally:
         for copy in copies:
             os.close(copy)
+
+
+def test_a_turn_that_ctrl_c_cuts_short_is_over_though_the_process_lives_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise everybody who starts on this file system waits for as long as they may."""
+    monkeypatch.setattr(space_turn, "mount_of", lambda _folder: ("ext4", str(tmp_path)))
+
+    def take_a_turn() -> None:
+        with alone_on(tmp_path):
+            pass
+
+    place = 0
+    while cut_short(take_a_turn, place, files=(space_turn.__file__, contextlib.__file__)):
+        file = os.open(tmp_path, os.O_RDONLY)
+        assert lock_whole(file), place
+        os.close(file)
+        place += 1
+    assert place > 10
 
 
 def test_a_store_that_has_its_space_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
