@@ -15,14 +15,14 @@ import kvtier.tiering
 OURS = str(Path(kvtier.tiering.__file__).parent)
 
 
-def cut_short(call: Callable[[], Any], place: int, kind: type[BaseException] = KeyboardInterrupt, files: tuple[str, ...] = (OURS,)) -> bool:
-    """Make the call. An exception of this kind comes at the place of this number, of those that its thread passes in ``kvtier.tiering``,
-    or in files and folders of these names; False when the call was over before."""
+def cut_short(call: Callable[[], Any], place: int, kind: type[BaseException] = KeyboardInterrupt) -> bool:
+    """Make the call. An exception of this kind comes at the place of this number, of those that its thread passes in
+    ``kvtier.tiering``; False when the call was over before."""
     count = 0
 
     def look(frame: FrameType, event: str, _argument: object) -> None:
         nonlocal count
-        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(files):
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(OURS):
             count += 1
             if count == place + 1:
                 raise kind
