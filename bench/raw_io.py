@@ -111,5 +111,5 @@ def _signals_held() -> Iterator[None]:
     finally:
         for number, handler in reversed(before):
             signal.signal(number, handler)
-        for number in held[:1]:
-            signal.raise_signal(number)
+        for first in held[:1]:
+            signal.raise_signal(first)
