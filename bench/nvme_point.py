@@ -185,15 +185,13 @@ class Point:
 
     def _write(self) -> None:
         """As the transfer manager's writer does it: batch after batch, in a thread of its own."""
-        errors = self._buffers.threads.submit(self._write_batches).result()
-        for error in filter(None, errors):
-            self._fail(str(error))
+        share_out(self._buffers.threads, 1, self._plan.num_blocks, self._write_batches)
 
-    def _write_batches(self) -> list[Exception | None]:
-        errors: list[Exception | None] = []
-        for start in range(0, len(self._items), MAX_WRITE_BATCH):
-            errors += self._store.write_blocks(self._items[start:start + MAX_WRITE_BATCH])
-        return errors
+    def _write_batches(self, slots: Sequence[int]) -> None:
+        items = [self._items[slot] for slot in slots]
+        for start in range(0, len(items), MAX_WRITE_BATCH):
+            for error in filter(None, self._store.write_blocks(items[start:start + MAX_WRITE_BATCH])):
+                self._fail(str(error))
 
     def _read_plainly(self, raw: RawFile) -> None:
         share_out(self._buffers.threads, self._plan.depth, self._plan.num_blocks, lambda slots: raw.read(slots, self._buffers.read))

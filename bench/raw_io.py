@@ -6,10 +6,13 @@ Written without the store's own file class on purpose: a yardstick must not shar
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -74,18 +77,39 @@ class RawFile:
 
 
 def share_out(threads: Executor, num_threads: int, num_blocks: int, work: Callable[[Sequence[int]], None]) -> None:
-    """Call ``work`` with every ``num_threads``-th slot in each of that many threads, and wait for all of them.
+    """Call ``work`` with every ``num_threads``-th slot in each of that many threads, and wait for all of them; Ctrl-C, too, comes then.
 
     Raises:
         Exception: the first one that ``work`` raised; all threads have ended then.
     """
     waiting: list[Future[None]] = []
+    with _signals_held():
+        try:
+            for first in range(num_threads):
+                waiting.append(threads.submit(work, range(first, num_blocks, num_threads)))
+        finally:  # also when there are no more threads: what they work on is closed next
+            wait(waiting)
+    for future in waiting:
+        future.result()
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Ctrl-C and SIGTERM come at the end of this block. In the middle of a future it would leave that one's lock taken, and its thread
+    without an end, or free, and be covered up by the lock's own error."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # no signal comes here
+        return
+    held: list[int] = []
+
+    def hold(number: int, _frame: FrameType | None) -> None:
+        held.append(number)
+
+    before = [(number, signal.signal(number, hold)) for number in (signal.SIGTERM, signal.SIGINT)]  # SIGTERM's asks for that of SIGINT
     try:
-        for first in range(num_threads):
-            waiting.append(threads.submit(work, range(first, num_blocks, num_threads)))
-        errors = [future.exception() for future in waiting]
-    finally:  # also after Ctrl-C: what they work on is closed next
-        wait(waiting)
-    for error in errors:
-        if error is not None:
-            raise error
+        yield
+    finally:
+        for number, handler in reversed(before):
+            signal.signal(number, handler)
+        for first in held[:1]:
+            signal.raise_signal(first)

@@ -38,6 +38,9 @@ def alone_on(folder: Path, timeout: float = TURN_SECONDS) -> Iterator[None]:
         yield
     finally:
         if file >= 0:
-            with suppress(OSError):
+            try:  # no function of Python's before this one: Ctrl-C would come in it, and this process keep the turn as long as it lives
                 fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open for longer
-            os.close(file)
+            except OSError:
+                pass
+            finally:
+                os.close(file)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import tomllib
 from pathlib import Path
 
@@ -173,6 +174,31 @@ def test_sigterm_ends_a_background_job_whose_interrupts_are_ignored(tmp_path: Pa
                             "--ignored"], capture_output=True, text=True, timeout=120, check=False)
     assert (found.returncode, found.stderr) == (143, "kvtier: ended by SIGTERM\n")
     assert not (tmp_path / "temporary").exists()
+
+
+@pytest.mark.parametrize(("number", "code", "line"), [
+    (signal.SIGINT, 130, "kvtier: interrupted\n"), (signal.SIGTERM, 143, "kvtier: ended by SIGTERM\n")])
+def test_a_signal_in_the_middle_of_a_wait_for_a_thread_is_not_covered_up_by_the_error_of_its_lock(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, code: int, line: str) -> None:
+    def wait_for_a_thread(app: object) -> int:
+        condition = threading.Condition()
+        release = condition._release_save  # type: ignore[attr-defined]
+
+        def interrupted() -> object:
+            state = release()
+            signal.raise_signal(number)
+            return state
+
+        condition._release_save = interrupted  # type: ignore[attr-defined]
+        with condition:
+            condition.wait(60.0)
+        return 0
+
+    monkeypatch.setattr(cli, "run", wait_for_a_thread)
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    assert raised.value.code == code
+    assert capsys.readouterr().err == line
 
 
 def test_the_handler_of_sigterm_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,11 @@ def _terminated_in_order() -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):
         if not received:
             raise
+    except RuntimeError as error:  # struck while a Condition was being waited for: its lock, free just then, cannot be given back
+        if not isinstance(error.__context__, KeyboardInterrupt) or not str(error).endswith(" lock"):
+            raise
+        if not received:
+            raise error.__context__ from None
     finally:
         signal.signal(signal.SIGTERM, before)
     if received:  # typer makes an exit code of the interrupt

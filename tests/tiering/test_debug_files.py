@@ -219,7 +219,8 @@ def test_a_changed_file_is_found_out(make_cache: MakeCache, root: Path) -> None:
     push_down(cache, ToyEngine(cache), debugged())
     path = files_below(root)[0]
     good = path.read_bytes()
-    for bad in (good[:-1], good[:-1] + b"?", good + b"x", b"no header", b"", b"{}\n", good.replace(b'"version": 1', b'"version": 2')):
+    changed = good[:-1] + bytes([good[-1] ^ 1])
+    for bad in (good[:-1], changed, good + b"x", b"no header", b"", b"{}\n", good.replace(b'"version": 1', b'"version": 2')):
         path.write_bytes(bad)
         with pytest.raises(CorruptBlock):
             read_debug_file(path)

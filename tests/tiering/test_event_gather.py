@@ -8,9 +8,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from gather_rig import PATIENCE, WAYS, Ranks, Transports, event, of_rank
 from toy_engine import wait_until
 
 from kvtier import ConfigError, RequestError, TransferError
+from kvtier.tiering import connection_transport
 from kvtier.tiering.connection_transport import ConnectionTransport
 from kvtier.tiering.event_gather import EventGather, RankedEvent, RankState
 from kvtier.tiering.event_queue import EventQueue
@@ -295,12 +298,21 @@ def test_whoever_is_no_rank_is_turned_away(tmp_path: Path, caplog: pytest.LogCap
         closing.close()
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "gather"
     made: list[ConnectionTransport] = []
-    thread = connecting(path, 2, 3, made)
-    with pytest.raises(TimeoutError, match=r"ranks \[1\] of 3 have not connected"):
-        ConnectionTransport.listen(path, 3, 0.5)
+    admit, now = connection_transport._admit, [0.0]
+
+    def admit_last(*given: Any) -> None:
+        admit(*given)
+        now[0] += 100.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(connection_transport, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+        patch.setattr(connection_transport, "_admit", admit_last)
+        thread = connecting(path, 2, 3, made)
+        with pytest.raises(TimeoutError, match=r"ranks \[1\] of 3 have not connected"):
+            ConnectionTransport.listen(path, 3, 60.0)
     thread.join(10)
     assert made[0].receive(PATIENCE) == [(0, None)], "rank 0 has given up"
     made[0].close()

@@ -267,9 +267,9 @@ def test_the_memory_of_an_index_that_was_killed_before_its_workers_came_is_freed
     try:
         assert ours.poll(60)
         arena = Path(ours.recv())
-    finally:
+        assert arena.exists()
+    finally:  # from here on another test's index may have been the next one
         os.kill(process.pid or 0, signal.SIGKILL)
         process.join(10)
-    assert arena.exists()
     TierIndex(LAYOUT, TierConfig(**CONFIG), engine_id=f"{engine_id}-other").close()
     assert not arena.exists()

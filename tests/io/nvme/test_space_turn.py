@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.io import space_turn, store_open
+from kvtier.io.byte_locks import lock_whole
 from kvtier.io.direct_file import DirectFile
 from kvtier.io.space_turn import alone_on
 from kvtier.io.store_open import open_store
@@ -99,6 +101,39 @@ def test_a_child_that_was_forked_during_a_turn_does_not_keep_it(tmp_path: Path, 
     finally:
         for copy in copies:
             os.close(copy)
+
+
+def test_a_turn_that_ctrl_c_cuts_short_is_over_though_the_process_lives_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise everybody who starts on this file system waits for as long as they may. It comes in each function of Python's in turn."""
+    monkeypatch.setattr(space_turn, "mount_of", lambda _folder: ("ext4", str(tmp_path)))
+
+    def is_cut_short(place: int) -> bool:
+        left = place
+
+        def strike(_frame: object, event: str, _argument: object) -> None:
+            nonlocal left
+            left -= event == "call"
+            if left < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+        sys.setprofile(strike)
+        try:
+            with alone_on(tmp_path):
+                pass
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+    place = 0
+    while is_cut_short(place):
+        file = os.open(tmp_path, os.O_RDONLY)
+        assert lock_whole(file), place
+        os.close(file)
+        place += 1
+    assert place > 5
 
 
 def test_a_store_that_has_its_space_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

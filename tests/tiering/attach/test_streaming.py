@@ -54,6 +54,12 @@ class Gate:
         return self.model.decode(*arguments)
 
 
+async def let_go_on(model):
+    while True:
+        model.calls.release()
+        await asyncio.sleep(0.001)
+
+
 async def test_answers_and_streams_are_those_of_generate(serving, generated, prompts):
     loop = serving()
     async with AsyncServing(loop) as served:
@@ -138,8 +144,10 @@ async def test_a_stream_that_is_left_early_ends_its_request(serving, prompts):
         loop.model.calls.release(2)
         async for _ in served.stream(Request(0, prompts[1], max_new_tokens=200)):
             break  # nobody closes it: that is left to the event loop
-        loop.model.calls.release(3)
+        going_on = asyncio.ensure_future(let_go_on(loop.model))  # for as many calls as there are before the thread hears of it
         await until_nothing_is_held(loop.cache)
+        going_on.cancel()
+        assert loop.model.num_calls < 200
 
 
 async def test_a_cancelled_generate_ends_its_request(serving, prompts):
@@ -176,11 +184,18 @@ async def test_bad_requests_are_told_and_others_are_answered(serving, generated,
         assert isinstance(unknown_token, RequestError)
         assert "tokens[0]=500" in str(unknown_token)
         assert good.tokens == generated(prompts[1], 4)
-        held = asyncio.ensure_future(served.generate(Request(3, prompts[1], max_new_tokens=40)))
-        await asyncio.sleep(0)  # it asks first
+
+
+async def test_an_id_that_is_still_being_answered_is_refused(serving, prompts):
+    loop = serving(watch=Gate)
+    async with asyncio.timeout(30), AsyncServing(loop) as served:
+        first, second = (asyncio.ensure_future(served.generate(Request(3, prompts[1], max_new_tokens=40))) for _ in range(2))
+        await asyncio.sleep(0)  # both have asked, in this order
+        going_on = asyncio.ensure_future(let_go_on(loop.model))
         with pytest.raises(RequestError, match="request 3 is still being answered"):
-            await served.generate(Request(3, prompts[1], max_new_tokens=40))
-        assert len((await held).tokens) == 40
+            await second
+        assert len((await first).tokens) == 40
+        going_on.cancel()
 
 
 async def test_tokens_that_there_are_come_before_the_error(serving, generated, prompts):
@@ -191,12 +206,6 @@ async def test_tokens_that_there_are_come_before_the_error(serving, generated, p
             await collect(served.stream(Request(0, prompts[0], max_new_tokens=40)), tokens)
         assert len(tokens) == 12
         assert tokens == generated(prompts[0], 40)[:12]
-
-
-async def let_go_on(model):
-    while True:
-        model.calls.release()
-        await asyncio.sleep(0.001)
 
 
 async def test_closing_ends_what_is_in_flight_with_an_error(serving, prompts):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tier_rig import until
 
 from kvtier.errors import TransferError
 from kvtier.io.fault_text import parse_faults
@@ -224,8 +225,8 @@ def test_a_load_that_fails_in_a_reset_is_made_again_or_ends_the_engine_for_its_r
 
 def test_a_store_that_does_not_end_is_given_up_and_reported() -> None:
     time = [0.0]
-    faults = "secondary.copy.hang:2s*1"
-    rig = Rig(faults=faults, clock=lambda: time[0])
+    rig = Rig(faults="secondary.copy.hang*1", clock=lambda: time[0])
+    faults = rig.tier_worker._faults
     context = rig.request("one")
     output = rig.manager.prepare_store([rig.key(0)], context)
     rig.worker.submit_store(1, rig.spec([0, 1], [2, 0], [0, 0]), output.store_spec)
@@ -234,6 +235,8 @@ def test_a_store_that_does_not_end_is_given_up_and_reported() -> None:
     assert [result.job_id for result in rig.worker.get_finished()] == [1]
     rig.manager.complete_store({rig.key(0)}, context)
     assert rig.look(rig.request("two"), rig.key(0)) is rig.state.MISS
+    until(lambda: faults.counts()["secondary.copy.hang"] == 1)
+    faults.end_hangs()
     assert rig.tier_worker.wait([output.store_spec.parts[0].job_id], SECONDS)
     assert rig.worker.get_finished() == [], "it is not reported twice"
     assert rig.look(rig.request("three"), rig.key(0)) is rig.state.MISS
