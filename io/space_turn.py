@@ -22,6 +22,8 @@ _log = logging.getLogger(__name__)
 
 TURN_SECONDS: Final = 300.0
 """Longest wait for the others: a file system that cannot preallocate writes whole files instead."""
+SAID_AFTER: Final = 5.0
+"""Seconds without a turn after which it is said: whoever can read the mount point can hold its lock, and a start that waits looks hung."""
 _PAUSE: Final = 0.01
 
 
@@ -32,9 +34,9 @@ def alone_on(folder: Path, timeout: float = TURN_SECONDS) -> Iterator[None]:
     file = -1
     try:
         with suppress(OSError):  # a mount point that we may not read, a file system without locks
-            file = os.open(mount_of(folder)[1], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            if not take_in_time(partial(lock_whole, file), timeout, _PAUSE):
-                _log.warning("%s: another process is still preallocating on this file system; its space is not waited for", folder)
+            mount_point = mount_of(folder)[1]
+            file = os.open(mount_point, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            _take_turn(file, folder, mount_point, timeout)
         yield
     finally:
         if file >= 0:
@@ -44,3 +46,16 @@ def alone_on(folder: Path, timeout: float = TURN_SECONDS) -> Iterator[None]:
                 pass
             finally:
                 os.close(file)
+
+
+def _take_turn(file: int, folder: Path, mount_point: str, timeout: float) -> None:
+    take = partial(lock_whole, file)
+    if take_in_time(take, min(SAID_AFTER, timeout), _PAUSE):
+        return
+    rest = timeout - SAID_AFTER
+    if rest > 0:
+        _log.warning("%s: waits for another process that preallocates on this file system, up to %.0f s more (it holds a lock on %s, see "
+                     "`lslocks`)", folder, rest, mount_point)
+        if take_in_time(take, rest, _PAUSE):
+            return
+    _log.warning("%s: another process is still preallocating on this file system; its space is not waited for", folder)

@@ -72,9 +72,8 @@ def arrange(llm_args: Any) -> Arrangement:
     if getattr(cache, "enable_block_reuse", True) is False:
         raise ConfigError("kv_cache_config.enable_block_reuse=False: TensorRT-LLM uses nothing of a connector then; leave it on")
     model = getattr(llm_args, "model", None)
-    model_name = str(getattr(llm_args, "model", ""))
     return Arrangement(settings, engine_id, int(getattr(llm_args, "tensor_parallel_size", 1) or 1), tokens,
-                       identity(settings, None if model is None else str(model), VARIABLE) or "", model_name, trusted)
+                       identity(settings, None if model is None else str(model), VARIABLE) or "", str(model or ""), trusted)
 
 
 def _given() -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import sys
 import threading
@@ -72,6 +73,30 @@ def test_a_turn_that_is_not_to_be_had_is_not_waited_for_without_an_end(tmp_path:
     with alone_on(tmp_path, timeout=0.02):
         assert "still preallocating" in caplog.text
     os.close(file)
+
+
+def test_a_turn_that_is_waited_for_is_said_and_then_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                          caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(space_turn, "mount_of", lambda _folder: ("ext4", str(tmp_path)))
+    monkeypatch.setattr(space_turn, "SAID_AFTER", 0.01)
+    file = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(file, fcntl.LOCK_EX)
+
+    class EndsTheOtherOne(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+    handler = EndsTheOtherOne()
+    logging.getLogger(space_turn.__name__).addHandler(handler)
+    try:
+        with alone_on(tmp_path):
+            [record] = caplog.records
+            assert f"up to 300 s more (it holds a lock on {tmp_path}" in record.getMessage()
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        logging.getLogger(space_turn.__name__).removeHandler(handler)
+        os.close(file)
 
 
 def test_where_the_mount_point_cannot_be_opened_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
