@@ -1,7 +1,7 @@
 """``beside_captures``: what a thread may ask of CUDA while another one captures a graph.
 
-During a capture in CUDA's default mode every thread of the process is refused to ask after an event or to wait for one, and the capture
-is lost with that. Who looks after copies asks all the time, and of no event that a graph has to know of. He says so by
+During a capture in CUDA's default mode every thread of the process is refused to ask after an event, to wait for one, and to allocate, and
+the capture is lost with that. Who looks after copies does so all the time, with no event that a graph has to know of. He says so by
 ``cuThreadExchangeStreamCaptureMode``, which CuPy does not have.
 """
 
@@ -10,25 +10,25 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Final, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from kvtier.io.cuda_batch import load_driver
 
 RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
-Argument = TypeVar("Argument")
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def beside_captures(call: Callable[[Argument], Result], argument: Argument) -> Result:
+def beside_captures(call: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
     """Make a call as one that no capture of another thread has to do with. This thread's own mode comes back afterwards."""
     exchange = exchange_of_driver()
     mode = ctypes.c_int(RELAXED)
     if exchange(ctypes.byref(mode)):  # no driver, or a thread without a context: there is nothing to put back
-        return call(argument)
+        return call(*arguments, **named)
     # ``mode`` is the thread's own now
     try:
-        return call(argument)
+        return call(*arguments, **named)
     finally:
         exchange(ctypes.byref(mode))
 

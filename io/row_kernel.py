@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from kvtier.errors import TransferError
+from kvtier.io.capture_mode import beside_captures
 from kvtier.kernels.row_moves import RowPlaces, move_rows
 
 
@@ -42,6 +43,11 @@ class RowKernel:
     def copy(self, destination: RowPlaces, source: RowPlaces, pairs: Sequence[tuple[int, int]], num_layers: int, num_bytes: int,
              stream: int) -> None:
         """See ``RowMover.copy``."""
+        # torch asks after events of its own before it pins memory, and pins more where none is free.
+        beside_captures(self._launch, destination, source, pairs, num_layers, num_bytes, stream)
+
+    def _launch(self, destination: RowPlaces, source: RowPlaces, pairs: Sequence[tuple[int, int]], num_layers: int, num_bytes: int,
+                stream: int) -> None:
         with torch.cuda.stream(self._stream(stream)):
             # Allocated for this stream: both allocators give the memory out again only behind what the stream does with it now.
             listed = torch.tensor(pairs, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)

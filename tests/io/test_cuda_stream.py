@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvtier.errors import ConfigError, TransferError
-from kvtier.io import capture_mode
+from kvtier.io import capture_mode, row_kernel
 from kvtier.io.copiers import open_copiers
 from kvtier.io.copy_tools import CopyTools
 from kvtier.io.cuda_copier import CudaCopier
@@ -24,6 +24,7 @@ from kvtier.io.cuda_memory import CudaMemory
 from kvtier.io.cuda_row_copier import CudaRowCopier
 from kvtier.io.cuda_stream import CudaStream, current_handle
 from kvtier.io.device import CudaDevice, open_device
+from kvtier.kernels.row_moves import RowPlaces
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.layout import KVLayout
@@ -220,6 +221,29 @@ def test_asking_after_an_event_leaves_a_graph_that_another_thread_captures_alone
     monkeypatch.setattr(capture_mode, "exchange_of_driver", lambda: lambda mode: 201)  # there is no context: nothing was exchanged
     assert event.wait()
     assert asked[-1] == 0
+
+
+def test_the_copy_kernel_is_launched_beside_what_another_thread_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch asks after its own events when it pins the numbers of rows, or pins more memory."""
+    modes, seen = [0], {}
+
+    def exchange(mode: Any) -> int:
+        modes[0], mode._obj.value = mode._obj.value, modes[0]
+        return 0
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        seen["pinned"] = modes[0]
+        return tensor
+
+    monkeypatch.setattr(capture_mode, "exchange_of_driver", lambda: exchange)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: handle)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(row_kernel, "move_rows", lambda *_: seen.update(launched=modes[0]))
+    row_kernel.RowKernel("cpu").copy(RowPlaces(0, 8, 8), RowPlaces(0, 8, 8), [(0, 1)], 1, 8, 5)
+    assert seen == {"pinned": capture_mode.RELAXED, "launched": capture_mode.RELAXED}
+    assert modes == [0]
 
 
 # -- copies --------------------------------------------------------------------------------------------------------------
