@@ -85,10 +85,10 @@ class Findings:
         """Take in what a benchmark finds in a process of its own."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "figures.json"
-            seconds = min(LONGEST_FIGURES, deadline - time.monotonic())
+            seconds = max(min(LONGEST_FIGURES, deadline - time.monotonic()), 0.0)
             try:
                 command = [sys.executable, str(SCRIPTS / "gpu_figures.py"), name, str(path)]
-                done = subprocess.run(command, check=False, timeout=max(seconds, 0.0))
+                done = subprocess.run(command, check=False, timeout=seconds)
                 found = json.loads(path.read_text()) if path.exists() else {"error": f"its process ended with exit code {done.returncode}"}
             except subprocess.TimeoutExpired:
                 found = {"error": f"no end within {seconds:.0f} s"}
