@@ -1,7 +1,7 @@
 """``beside_captures``: what a thread may ask of CUDA while another one captures a graph.
 
-During a capture in CUDA's default mode every thread of the process is refused to ask after an event or to wait for one, and the capture
-is lost with that. Who looks after copies asks all the time, and of no event that a graph has to know of. He says so by
+During a capture in CUDA's default mode every thread of the process is refused to ask after an event, to wait for one, and to allocate, and
+the capture is lost with that. Who looks after copies does so all the time, with no event that a graph has to know of. He says so by
 ``cuThreadExchangeStreamCaptureMode``, which CuPy does not have.
 """
 

@@ -16,6 +16,11 @@ def has_e4m3_instructions(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (8, 9)
 
 
+def _with_sign_of(magnitude: tl.tensor, sign: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
+    """A float32 that is not negative with an int32 bit as its sign. Triton takes -x for 0 - x, in which -0 becomes 0."""
+    return (magnitude.to(tl.int32, bitcast=True) | (sign << SHIFT)).to(tl.float32, bitcast=True)
+
+
 def _float_to_e4m3(number: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
     """Float32 to the bits of e4m3 as uint8, saturated at 448; NaN stays NaN."""
     if NATIVE:
@@ -37,7 +42,7 @@ def _e4m3_to_float(stored: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
     rest = bits & 0x7F
     magnitude = tl.where(rest < 8, rest.to(tl.float32) * 0.001953125, ((rest << 20) + (120 << 23)).to(tl.float32, bitcast=True))
     magnitude = tl.where(rest == 0x7F, float("nan"), magnitude)
-    return tl.where(bits >= 0x80, -magnitude, magnitude)
+    return with_sign_of(magnitude, bits & 0x80, 24)
 
 
 def _float_to_e2m1(number: tl.tensor) -> tl.tensor:
@@ -54,7 +59,7 @@ def _e2m1_to_float(code: tl.tensor) -> tl.tensor:
     bits = code.to(tl.int32)
     rest = bits & 7
     magnitude = tl.where(rest < 2, rest.to(tl.float32) * 0.5, ((rest << 22) + (126 << 23)).to(tl.float32, bitcast=True))
-    return tl.where((bits & 8) != 0, -magnitude, magnitude)
+    return with_sign_of(magnitude, bits & 8, 28)
 
 
 def _float_to_int8(number: tl.tensor) -> tl.tensor:
@@ -66,6 +71,7 @@ def _float_to_int8(number: tl.tensor) -> tl.tensor:
 
 
 # Applied as functions: as decorators they would take the types away from the type checker.
+with_sign_of = triton.jit(_with_sign_of)
 float_to_e4m3 = triton.jit(_float_to_e4m3)
 e4m3_to_float = triton.jit(_e4m3_to_float)
 float_to_e2m1 = triton.jit(_float_to_e2m1)

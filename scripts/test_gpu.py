@@ -1,131 +1,151 @@
-"""Run the tests in ``tests/gpu``, then measure copies, attention and, where there is GPUDirect Storage, reads and writes through it (in
-the folder that KVTIER_GPU_TEST_DIRECTORY names, or the current one); the last line is a JSON object in the form of every benchmark.
+"""Run the tests in ``tests/gpu``, then measure copies, attention, the write path and, where there is GPUDirect Storage, reads and writes
+through it (in the folder that GPU_TEST_DIRECTORY names, or the current one); the last line is a JSON object in the form of every benchmark.
 
 Needs pytest, torch and CuPy. Tests that need more are skipped where it is missing, and their reasons are shown and counted.
-Arguments are passed on to pytest. Exit codes: 0 fine; 1 a test failed or a figure did not hold; 2 no GPU, or used wrongly;
-5 every test was skipped.
+
+    make test-gpu ARGS="--minutes 9 ..."
+
+ends after so many minutes (30); two thirds of them are for the tests. Other arguments are passed on to pytest. What is quick and tells
+most comes first, whatever hangs or breaks the device costs itself alone, and the JSON object is printed after each part, with all that is
+known by then. Exit codes: 0 fine; 1 a test failed or a figure did not hold; 2 no GPU, or used wrongly; 5 every test was skipped.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
 import platform
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-import pytest
+from guarded_pytest import Outcomes, run_guarded
 
-if TYPE_CHECKING:
-    from kvtier.bench.report import Report
+SCRIPTS = Path(__file__).resolve().parent
+GPU_TESTS = SCRIPTS.parent / "tests" / "gpu"
 
-GPU_TESTS = Path(__file__).resolve().parent.parent / "tests" / "gpu"
+ALONE = ("copies", "transfers", "copy_paths", "sections", "tier_worker", "cache", "handover")
+"""Files of tests that look at what the device and the host do at the same time."""
+
+SIDE_BY_SIDE = (("kernels", "direct_rows"), ("kernels_write",), ("attention",))
+"""Files of tests that have kernels compiled for most of their time."""
+
+LAST = ("gds",)
+"""Where cuFile's driver may keep everybody waiting."""
+
+LONGEST_FIGURES = 240.0
+"""Seconds for one benchmark."""
 
 
-class Outcomes:
-    """Pytest plugin that counts. A file that is skipped as a whole counts once."""
+def run_tests(files: Sequence[str], arguments: Sequence[str], deadline: float, is_shown_late: bool = False) -> Outcomes:
+    """Those of some files, in this order."""
+    paths = [str(GPU_TESTS / f"test_gpu_{name}.py") for name in files]
+    everything = [*paths, "-m", "gpu", "-rs", "-p", "no:cacheprovider", "--continue-on-collection-errors", *arguments]
+    if not is_shown_late:
+        return run_guarded(everything, deadline)
+    with tempfile.TemporaryFile() as output:
+        outcomes = run_guarded(everything, deadline, output)
+        output.seek(0)
+        shutil.copyfileobj(output, sys.stdout.buffer)
+        sys.stdout.flush()
+    return outcomes
+
+
+def run_side_by_side(groups: Sequence[Sequence[str]], arguments: Sequence[str], deadline: float) -> Outcomes:
+    """Those of groups of files, each in a process of its own."""
+    outcomes = Outcomes()
+    with ThreadPoolExecutor(len(groups)) as threads:
+        for found in threads.map(lambda files: run_tests(files, arguments, deadline, is_shown_late=True), groups):
+            outcomes.take(found)
+    return outcomes
+
+
+class Findings:
+    """The JSON object, and whether all of it is as it should be."""
 
     def __init__(self) -> None:
-        self.counts = {"passed": 0, "failed": 0, "skipped": 0}
+        import torch
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or report.outcome != "passed":
-            self.counts[report.outcome] += 1
+        import kvtier
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.outcome != "passed":
-            self.counts[report.outcome] += 1
+        self.outcomes = Outcomes()
+        self.has_figures = False
+        self._config: dict[str, Any] = {"command": "copy", "torch": torch.__version__, "notes": [], "invalid": []}
+        self._document: dict[str, Any] = {
+            "kvtier": kvtier.__version__, "machine": {"python": platform.python_version(), "gpu": torch.cuda.get_device_name(0)},
+            "config": self._config, "results": []}
 
+    def measure(self, name: str, deadline: float) -> None:
+        """Take in what a benchmark finds in a process of its own."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "figures.json"
+            seconds = max(min(LONGEST_FIGURES, deadline - time.monotonic()), 0.0)
+            try:
+                command = [sys.executable, str(SCRIPTS / "gpu_figures.py"), name, str(path)]
+                done = subprocess.run(command, check=False, timeout=seconds)
+                found = json.loads(path.read_text()) if path.exists() else {"error": f"its process ended with exit code {done.returncode}"}
+            except subprocess.TimeoutExpired:
+                found = {"error": f"no end within {seconds:.0f} s"}
+        report = found.get("report")
+        if report is None:
+            reason = f"{name}: not measured: {found.get('missing') or found['error']}"
+            print(reason, file=sys.stderr)
+            self._config["notes"].append(reason)
+            if "error" in found:
+                self._config["invalid"].append({"name": name, "reason": reason})
+            return
+        for key in ("notes", "invalid"):
+            self._config[key] += report["config"].pop(key)
+        if not self.has_figures:  # the settings of the others are in their notes
+            self._config |= report["config"]
+            self._document["machine"] |= report["machine"]
+        self._document["results"] += report["results"]
+        self.has_figures = True
 
-def measure() -> tuple[Report | None, str]:
-    """The copy benchmark, or why there are no figures."""
-    try:
-        from kvtier.bench.copy_gpu import measure_gpu_copies
-    except ModuleNotFoundError as error:
-        return None, f"copies were not measured: the package {error.name!r} is not installed"
-    try:
-        report = measure_gpu_copies()
-        add(report, measure_attention, "attention")
-        add(report, measure_writes, "the write path")
-        add(report, measure_gds, "GPUDirect Storage")
-        return report, ""
-    except Exception as error:  # torch's, CuPy's, the driver's: it is the reason, and the last line has to be written all the same
-        return None, f"copies were not measured: {_in_words(error)}"
+    def show(self) -> None:
+        """What is known by now, as a line of JSON."""
+        self._config["tests"] = self.outcomes.counts() | ({"troubles": self.outcomes.troubles} if self.outcomes.troubles else {})
+        print(json.dumps(self._document), flush=True)
 
-
-def measure_attention() -> Report:
-    """Decode over pages, beside a copy on the device."""
-    from kvtier.bench.kernels_gpu import measure_gpu_decode
-
-    return measure_gpu_decode()
-
-
-def measure_writes() -> Report:
-    """Append, fused write, partial copy and NVFP4, beside a copy on the device."""
-    from kvtier.bench.kernels_write_gpu import measure_gpu_write
-
-    return measure_gpu_write()
-
-
-def measure_gds() -> Report:
-    """Reads and writes through GPUDirect Storage."""
-    from kvtier.bench.gds import measure_gds
-
-    directory = os.environ.get("KVTIER_GPU_TEST_DIRECTORY")
-    return measure_gds(Path(directory) if directory else None)
-
-
-def add(report: Report, measure_more: Callable[[], Report], what: str) -> None:
-    """The rows of another benchmark, or a note that says why there are none. What nobody expects counts as a figure that did not hold."""
-    from kvtier.errors import KVTierError
-
-    try:
-        measured = measure_more()
-    except (KVTierError, ModuleNotFoundError) as error:
-        report.note(f"{what} was not measured: {error}")
-        return
-    except Exception as error:  # torch's, Triton's: whatever has been measured is printed all the same
-        report.reject(what, f"not measured: {_in_words(error)}")
-        return
-    report.rows += measured.rows
-    report.notes += measured.notes
-    report.invalid |= measured.invalid
-
-
-def _in_words(error: Exception) -> str:
-    from kvtier.errors import KVTierError
-
-    return str(error) if isinstance(error, KVTierError | RuntimeError) else f"{type(error).__name__}: {error}"
+    def exit_code(self) -> int:
+        """0, 1 or 5."""
+        return self.outcomes.exit_code() or int(bool(self._config["invalid"]) or not self.has_figures)
 
 
 def main(arguments: list[str]) -> int:
     import torch
 
-    import kvtier
-
     if not torch.cuda.is_available():
         print("make test-gpu: torch sees no GPU; run it on a machine with one (nvidia-smi shows what the driver sees)",
               file=sys.stderr)
         return 2
-    outcomes = Outcomes()
-    code = int(pytest.main([str(GPU_TESTS), "-m", "gpu", "-rs", "-p", "no:cacheprovider", *arguments], plugins=[outcomes]))
-    report, reason = measure()
-    if report is not None:
-        code = code or report.finish(None)
-        document = report.as_json()
-    else:
-        print(reason, file=sys.stderr)
-        code = code or 1
-        machine = {"python": platform.python_version(), "gpu": torch.cuda.get_device_name(0)}
-        document = {"kvtier": kvtier.__version__, "machine": machine, "results": [],
-                    "config": {"command": "copy", "torch": torch.__version__, "notes": [reason], "invalid": []}}
-    config = document["config"]
-    assert isinstance(config, dict)
-    config["tests"] = outcomes.counts
-    print(json.dumps(document))
-    return code
+    parser = argparse.ArgumentParser(prog="make test-gpu", add_help=False, allow_abbrev=False)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    own, others = parser.parse_known_args(arguments)
+    end = time.monotonic() + 60 * own.minutes
+    end_of_tests = end - 60 * own.minutes / 3
+    findings = Findings()
+    findings.outcomes.take(run_tests(ALONE, others, end_of_tests))
+    findings.show()
+    findings.outcomes.take(run_side_by_side(SIDE_BY_SIDE, others, end_of_tests))
+    findings.show()
+    is_measured = not {"--collect-only", "--co"} & set(others)
+    for name in ("copies", "attention", "writes") if is_measured else ():
+        findings.measure(name, end)
+        findings.show()
+    findings.outcomes.take(run_tests(LAST, others, end))
+    if is_measured:
+        findings.measure("gds", end)
+    for trouble in findings.outcomes.troubles:
+        print(f"make test-gpu: {trouble}", file=sys.stderr)
+    findings.show()
+    return findings.exit_code()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parent / "support"))
 
 _OF_THE_CALLER: Final = re.compile(
     r"COLUMNS|LINES|TERM|TERMINAL_WIDTH|COLORTERM|NO_COLOR|FORCE_COLOR|PY_COLORS|CLICOLOR\w*|TTY_\w+|GITHUB_ACTIONS"
-    r"|\w+_proxy|\w+_PROXY|KVTIER_(?!GPU_TEST_)\w+")
+    r"|\w+_proxy|\w+_PROXY|KVTIER_\w+")
 """Variables that change what is printed, how it is wrapped, whom a test on this machine asks, or how a cache is configured."""
 
 for _name in filter(_OF_THE_CALLER.fullmatch, list(os.environ)):  # here: some are read when a package is imported

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kvtier.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,45 +31,56 @@ sys.meta_path.insert(0, Hidden())
 if "cupy" not in {hidden}:
     import types
     sys.modules["cupy"] = types.ModuleType("cupy")
-import torch
-torch.cuda.is_available = lambda: {gpu}
-torch.cuda.get_device_name = lambda *_: "a GPU that is not there"
-sys.argv = ["test_gpu.py", *{arguments}]
-import runpy
-runpy.run_path("scripts/test_gpu.py", run_name="__main__")
+if any("test_gpu.py" in argument for argument in sys.orig_argv):  # and not the processes that it starts
+    import torch
+    torch.cuda.is_available = lambda: {gpu}
+    torch.cuda.get_device_name = lambda *_: "a GPU that is not there"
 """
+"""What each process does first, as its ``sitecustomize``."""
 
 BARE = {"cupy", "hypothesis", "kvikio", "pydantic", "pydantic_core", "pydantic_settings", "pytest_asyncio", "typer", "xxhash"}
 """What a machine that has pytest, torch and Triton may lack."""
 
 
-def run(hidden: set[str], gpu: bool, *arguments: str) -> subprocess.CompletedProcess[str]:
-    code = WITHOUT_PACKAGES.format(hidden=hidden, gpu=gpu, arguments=arguments)
-    around = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=around, capture_output=True, text=True, timeout=120, check=False)
+def run(folder: Path, hidden: set[str], gpu: bool, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "sitecustomize.py").write_text(WITHOUT_PACKAGES.format(hidden=hidden, gpu=gpu))
+    around = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+    return subprocess.run([sys.executable, "scripts/test_gpu.py", *arguments], cwd=ROOT, env=around, capture_output=True, text=True,
+                          timeout=240, check=False)
 
 
-def test_without_a_gpu_it_says_so_and_runs_nothing() -> None:
-    done = run({"cupy"}, False)
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_without_a_gpu_it_says_so_and_runs_nothing(tmp_path: Path) -> None:
+    done = run(tmp_path, {"cupy"}, False)
     assert done.returncode == 2
     assert "torch sees no GPU" in done.stderr
     assert "skipped" not in done.stdout
 
 
-def test_on_a_bare_machine_every_file_is_skipped_with_its_reason_and_nothing_fails() -> None:
-    done = run(BARE, True)
+def test_on_a_bare_machine_every_file_is_skipped_with_its_reason_and_nothing_fails(tmp_path: Path) -> None:
+    done = run(tmp_path, BARE, True)
     assert "the CUDA twin needs CuPy: pip install 'kvtier[cuda]'" in done.stdout, done.stdout + done.stderr
     assert "error" not in done.stdout.lower()
     written = json.loads(done.stdout.splitlines()[-1])
     assert written.keys() == {"kvtier", "machine", "config", "results"}
     assert written["config"]["tests"] == {"passed": 0, "failed": 0, "skipped": len(list((ROOT / "tests/gpu").glob("test_*.py")))}
-    assert "not measured" in written["config"]["notes"][0]
+    assert written["results"] == []
+    assert written["config"]["notes"][0].startswith("copies: not measured: ")
+    assert "copies: not measured: " in done.stderr
     assert done.returncode == 5, "nothing that ran is not nothing that failed"
 
 
-def test_with_cupy_alone_only_what_needs_more_is_skipped() -> None:
+def test_with_cupy_alone_only_what_needs_more_is_skipped(tmp_path: Path) -> None:
     """Whatever comes to be imported there: a file that asks for less than it uses would end as an error."""
-    done = run(BARE - {"cupy", "xxhash"}, True, "--collect-only", "-q")
+    done = run(tmp_path, BARE - {"cupy", "xxhash"}, True, "--collect-only", "-q")
     assert not re.search(r"^ERROR|\d errors?\b", done.stdout, re.MULTILINE), done.stdout
     collected = {line.partition("::")[0].rpartition("/")[2] for line in done.stdout.splitlines() if "::" in line}
     wanted = {path.name for path in (ROOT / "tests/gpu").glob("test_*.py") if "pydantic_settings" not in path.read_text()}
@@ -81,10 +99,72 @@ def test_the_sanitizer_runs_files_that_are_there_and_says_when_it_is_missing(tmp
     assert "compute-sanitizer is not on the PATH" in done.stderr
 
 
-def test_figures_that_cannot_be_had_are_an_exit_code_and_a_reason() -> None:
-    done = run({"cupy"}, True)
-    written = json.loads(done.stdout.splitlines()[-1])
-    assert written["results"] == []
-    assert "needs CuPy" in written["config"]["notes"][0]
-    assert "needs CuPy" in done.stderr
-    assert done.returncode != 0
+def test_each_file_of_tests_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    command = script("test_gpu")
+    named = [*command.ALONE, *sum(command.SIDE_BY_SIDE, ()), *command.LAST]
+    assert sorted(named) == sorted(path.stem.removeprefix("test_gpu_") for path in (ROOT / "tests/gpu").glob("test_*.py"))
+
+
+def test_no_variable_of_the_suite_is_taken_for_a_setting_of_a_cache() -> None:
+    """``TierConfig`` refuses a KVTIER_ variable that it does not know, and all tests of caches with it."""
+    suite = [*(ROOT / "tests/gpu").glob("*.py"), *(ROOT / "scripts").glob("*gpu*")]
+    read = {name for path in suite for name in re.findall(r"environ\S*[\"'](\w+)[\"']", path.read_text())}
+    assert "GPU_TEST_DIRECTORY" in read
+    assert not [name for name in read if name.startswith("KVTIER_")]
+
+
+@pytest.mark.parametrize(("error", "found"), [
+    (ModuleNotFoundError("No module named 'cupy'", name="cupy"), {"missing": "the package 'cupy' is not installed"}),
+    (ConfigError("device='cuda' needs CuPy"), {"missing": "device='cuda' needs CuPy"}),
+    (RuntimeError("CUDA error: an illegal memory access"), {"error": "CUDA error: an illegal memory access"}),
+    (KeyError("warps"), {"error": "KeyError: 'warps'"})])
+def test_figures_that_cannot_be_had_have_a_reason(monkeypatch: pytest.MonkeyPatch, error: Exception, found: dict[str, str]) -> None:
+    def fail(name: str) -> None:
+        raise error
+
+    figures = script("gpu_figures")
+    monkeypatch.setattr(figures, "measure", fail)
+    assert figures.found("copies") == found
+
+
+FIGURES = """
+import json, sys, time
+from pathlib import Path
+name, path = sys.argv[1:]
+if name == "hangs":
+    time.sleep(600)
+if name == "ends":
+    sys.exit(3)
+config = {"command": "copy" if name == "copies" else "kernels", "notes": [f"a note of {name}"], "invalid": []}
+found = {"report": {"kvtier": "1", "machine": {"cpu": "some"}, "config": config, "results": [{"name": name}]}}
+Path(path).write_text(json.dumps({"error": "broken"} if name == "fails" else {"missing": "no room"} if name == "lacks" else found))
+"""
+
+
+def test_what_one_benchmark_does_keeps_no_other_from_being_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "gpu_figures.py").write_text(FIGURES)
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    command = script("test_gpu")
+    monkeypatch.setattr(command, "SCRIPTS", tmp_path)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "a GPU that is not there")
+    findings = command.Findings()
+    assert findings.exit_code() == 5, "nothing has run"
+    findings.outcomes.by_test["one"] = "passed"
+    assert findings.exit_code() == 1, "there are no figures"
+    findings.measure("lacks", time.monotonic() + 300)
+    findings.measure("copies", time.monotonic() + 300)
+    assert findings.exit_code() == 0
+    findings.measure("hangs", time.monotonic() + 1)
+    findings.measure("fails", time.monotonic() + 300)
+    findings.measure("ends", time.monotonic() + 300)
+    findings.measure("attention", time.monotonic() + 300)
+    findings.show()
+    written = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["name"] for row in written["results"]] == ["copies", "attention"]
+    assert written["config"]["command"] == "copy"
+    assert written["machine"]["gpu"] == "a GPU that is not there"
+    assert [each["name"] for each in written["config"]["invalid"]] == ["hangs", "fails", "ends"]
+    assert written["config"]["notes"][:2] == ["lacks: not measured: no room", "a note of copies"]
+    assert findings.exit_code() == 1

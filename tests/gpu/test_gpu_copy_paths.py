@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvtier.io import copiers
 from kvtier.io.copiers import open_copiers
 from kvtier.io.copy_paths import CopyPath, CopyPaths, Direction
 from kvtier.io.copy_tools import CopyTools, copy_tools
-from kvtier.io.cuda_stream import CudaStream, load_cuda
+from kvtier.io.cuda_stream import CudaEvent, CudaStream, load_cuda
 from kvtier.io.device import open_device
 from kvtier.kernels.row_moves import RowPlaces, move_rows, move_rows_reference
 from kvtier.pools.group_pools import GroupPools
@@ -80,6 +81,37 @@ def test_every_path_brings_every_byte(stream: CudaStream, path: CopyPath, route:
     now = np.stack([pools.primary.read_block(slot).numpy() for slot in range(BLOCKS)]) if route[0] == PRIMARY \
         else np.array(pools.secondary.rows)
     np.testing.assert_array_equal(now, expected.reshape(BLOCKS, -1))
+    pools.close()
+
+
+def test_copies_that_another_thread_enqueues_leave_a_capture_alone(stream: CudaStream, path: CopyPath) -> None:
+    """An engine may capture a graph at any time. In CUDA's default mode much of what a copy could need would then break the capture."""
+    pools = GroupPools(GROUP, PrimaryPool(GROUP, BLOCKS, "cuda"), HostArena(BLOCKS, GROUP.block_bytes, pin=True))
+    assert pools.secondary is not None
+    pools.secondary.rows[:] = np.random.default_rng(7).integers(0, 256, pools.secondary.rows.shape, dtype=np.uint8)
+    copier = open_copiers(pools, None, "cuda:0")[PRIMARY, SECONDARY]
+    assert stream.submit(lambda: copier.copy(SCATTERED)).wait(PATIENCE)  # kernels are compiled and loaded
+    pools.primary.rows.zero_()
+    found, target = torch.ones(64, device="cuda"), torch.zeros(64, device="cuda")
+    torch.cuda.synchronize()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    events: list[CudaEvent] = []
+    with torch.cuda.stream(side):
+        graph.capture_begin()
+        target.copy_(found)
+        other = threading.Thread(target=lambda: events.append(stream.submit(lambda: copier.copy(SCATTERED))))
+        other.start()
+        other.join(PATIENCE)
+        graph.capture_end()
+    assert events[0].wait(PATIENCE)
+    assert events[0].error is None
+    sources, destinations = ([pair[end] for pair in SCATTERED] for end in (0, 1))
+    assert np.array_equal(pools.primary.rows[destinations].cpu().numpy(), pools.secondary.rows[sources])
+    pools.primary.rows.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert target.all()
+    assert not pools.primary.rows.any(), "the copies became part of the graph"
     pools.close()
 
 

@@ -37,10 +37,10 @@ LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=16, dtype="floa
 
 @pytest.fixture(scope="module")
 def disk() -> Iterator[Path]:
-    """A folder on a file system that may have GPUDirect: the temporary folder is often memory. KVTIER_GPU_TEST_DIRECTORY names one."""
+    """A folder on a file system that may have GPUDirect: the temporary folder is often memory. GPU_TEST_DIRECTORY names one."""
     import tempfile
 
-    where = os.environ.get("KVTIER_GPU_TEST_DIRECTORY", str(Path.cwd()))
+    where = os.environ.get("GPU_TEST_DIRECTORY", str(Path.cwd()))
     with tempfile.TemporaryDirectory(dir=where) as folder:
         yield Path(folder)
 
