@@ -396,7 +396,7 @@ def test_bad_keys_groups_and_layouts_are_refused(make: Callable[..., TierStore])
     store = make()
     with pytest.raises(RequestError, match="content key"):
         store.write(["text"], filled(1), [0])  # type: ignore[list-item]
-    with pytest.raises(RequestError, match=r"groups 0\.\.0"):
+    with pytest.raises(RequestError, match=r"one group, numbered 0"):
         store.count(keys(1), group=1)
     with pytest.raises(RequestError, match="one rank"):
         make(layout=PageLayout([PageGroup(PAGE_BYTES)], ranks=2))
