@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import math
 import threading
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -132,23 +131,26 @@ class Budget:
 
 
 class KeptBlocks:
-    """Blocks of one group that are to be raised, or were a moment ago."""
+    """Blocks of one group that prefetches under way raise, or that were raised a moment ago."""
 
     def __init__(self) -> None:
         self.ids: set[int] = set()
+        self._wanted: dict[int, int] = {}  # how many prefetches are going to raise it, or have
         self._until: dict[int, float] = {}
         self._queue: deque[tuple[float, int]] = deque()
 
     def want(self, block_id: int) -> None:
-        """It is to be raised."""
+        """It belongs to what a prefetch raises."""
         self.ids.add(block_id)
-        self._until[block_id] = math.inf
+        self._wanted[block_id] = self._wanted.get(block_id, 0) + 1
 
     def want_no_more(self, block_id: int) -> None:
-        """Nothing more is going to be raised of what it belongs to."""
-        if self._until.get(block_id) == math.inf:
-            del self._until[block_id]
-            self.ids.discard(block_id)
+        """That prefetch is over."""
+        self._wanted[block_id] -= 1
+        if not self._wanted[block_id]:
+            del self._wanted[block_id]
+            if block_id not in self._until:
+                self.ids.discard(block_id)
 
     def add(self, block_id: int, until: float) -> None:
         self.ids.add(block_id)
@@ -160,7 +162,8 @@ class KeptBlocks:
             until, block_id = self._queue.popleft()
             if self._until.get(block_id) == until:  # otherwise it was raised again since
                 del self._until[block_id]
-                self.ids.discard(block_id)
+                if block_id not in self._wanted:
+                    self.ids.discard(block_id)
 
 
 class Prefetching(TierCore):

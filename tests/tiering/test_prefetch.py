@@ -323,6 +323,16 @@ def test_two_prefetches_leave_each_other_their_blocks(warm_cache: WarmCache) -> 
     cache.verify()
 
 
+def test_a_prompt_that_is_prefetched_again_stays_as_long_as_it_was_going_to(warm_cache: WarmCache) -> None:
+    cache = warm_cache(primary=4, secondary=2)
+    assert finished(cache.prefetch(PROMPT)) is PrefetchState.FINISHED
+    raised = cache.match(PROMPT).tokens_by_level
+    assert finished(cache.prefetch(PROMPT)) is PrefetchState.FINISHED
+    assert finished(cache.prefetch(OTHER)) is PrefetchState.FINISHED
+    assert cache.match(PROMPT).tokens_by_level == raised
+    cache.verify()
+
+
 def test_reads_of_requests_come_first(warm_cache: WarmCache) -> None:
     gate = Gate(READ)
     cache = warm_cache(gate=gate, primary=16)

@@ -104,3 +104,22 @@ def test_what_was_raised_is_kept_for_a_while() -> None:
     assert kept.ids == {1}
     kept.forget_older(20.0)
     assert kept.ids == set()
+
+
+def test_what_is_wanted_is_kept_until_nobody_wants_it_and_its_time_is_over() -> None:
+    kept = KeptBlocks()
+    kept.want(1)
+    kept.want(1)
+    kept.add(1, 10.0)
+    kept.forget_older(15.0)
+    assert kept.ids == {1}, "a prompt that takes longer than that is still being raised"
+    kept.want_no_more(1)
+    assert kept.ids == {1}, "by the other prompt that begins with it, too"
+    kept.want_no_more(1)
+    assert kept.ids == set()
+    kept.add(1, 20.0)
+    kept.want(1)
+    kept.want_no_more(1)
+    assert kept.ids == {1}, "it was raised a moment ago"
+    kept.forget_older(20.0)
+    assert kept.ids == set()
