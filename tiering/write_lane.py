@@ -211,4 +211,4 @@ class WriteLane:
         assert move is not None
         assert rows is not None
         return BlockWrite(group=node.group, slot=slot_of(move.destination), key=move.key,
-                                 data=rows[slot_of(move.source)], priority=move.priority, expiry=move.expiry)
+                          data=rows[slot_of(move.source)], priority=move.priority, expiry=move.expiry)
