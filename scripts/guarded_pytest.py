@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,7 +36,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._begun = set(_read(path))
-        self._has_failed = False
+        self._outcome = ""
         self._session: pytest.Session | None = None
 
     def pytest_collection_modifyitems(self, session: pytest.Session, items: list[pytest.Item]) -> None:
@@ -43,16 +44,16 @@ class Journal:
         items[:] = [item for item in items if item.nodeid not in self._begun]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._has_failed = False
+        self._outcome = ""
         self._write(nodeid, "begun")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._has_failed |= report.failed
-        if report.when == "call" or not report.passed:
-            self._write(report.nodeid, "failed" if self._has_failed else report.outcome)
+        if report.failed or report.skipped or report.when == "call":
+            self._outcome = "failed" if report.failed else self._outcome or report.outcome
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        if self._has_failed and _is_device_lost():
+        self._write(nodeid, self._outcome)  # not before: what a test leaves behind is put away by then, which may hang as well
+        if self._outcome == "failed" and _is_device_lost():
             self._write(nodeid, "lost")
             assert self._session is not None
             self._session.shouldstop = "the device is in error: what is left runs in a new process"
@@ -104,7 +105,8 @@ class Outcomes:
         return 1 if counts["failed"] else 0 if counts["passed"] else 5
 
 
-def run_guarded(arguments: Sequence[str], deadline: float, output: IO[bytes] | None = None, patience: float = PATIENCE) -> Outcomes:
+def run_guarded(arguments: Sequence[str], deadline: float, output: IO[bytes] | None = None, patience: float = PATIENCE,
+                stop: threading.Event | None = None) -> Outcomes:
     """Run pytest with these arguments.
 
     Args:
@@ -112,27 +114,32 @@ def run_guarded(arguments: Sequence[str], deadline: float, output: IO[bytes] | N
         deadline: on the monotonic clock. Tests that have not ended by then are left out; that counts as a failure.
         output: where the processes write; to this process's own streams when None.
         patience: seconds that a test may take.
+        stop: once it is set, the deadline has come.
     """
     outcomes = Outcomes()
+    stop = stop or threading.Event()
+    num_known = 0
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder) / "journal"
         journal.touch()
         while True:
-            trouble = _run_once([sys.executable, __file__, str(journal), *arguments], journal, deadline, output, patience)
+            trouble = _run_once([sys.executable, __file__, str(journal), *arguments], journal, deadline, output, patience, stop)
             found = list(_read(journal).items())
-            new = found[len(outcomes.by_test):]
+            new = found[num_known:]
+            num_known = len(found)
             outcomes.by_test |= {nodeid: what if what in ("passed", "skipped") else "failed" for nodeid, what in new}
             if trouble:
-                at = [nodeid for nodeid, what in new if what == "begun"] or ["outside of tests"]
-                outcomes.troubles.append(f"{at[0]}: {trouble}")
-            is_cut_short = trouble or "lost" in dict(new).values()
-            if not (new and is_cut_short) or time.monotonic() >= deadline:
-                if trouble:
+                begun = [nodeid for nodeid, what in new if what == "begun"]
+                outcomes.troubles.append(f"{begun[0] if begun else 'outside of tests'}: {trouble}")
+                if not begun:  # no test has failed with it
                     outcomes.by_test["pytest"] = "failed"
+            is_cut_short = trouble or "lost" in dict(new).values()
+            if not (new and is_cut_short) or stop.is_set() or time.monotonic() >= deadline:
                 return outcomes
 
 
-def _run_once(command: Sequence[str], journal: Path, deadline: float, output: IO[bytes] | None, patience: float) -> str:
+def _run_once(command: Sequence[str], journal: Path, deadline: float, output: IO[bytes] | None, patience: float,
+              stop: threading.Event) -> str:
     """One process; what went wrong with it, or nothing."""
     process = subprocess.Popen(command, stdout=output, stderr=None if output is None else subprocess.STDOUT, start_new_session=True,
                                env=os.environ | {"PYTHONUNBUFFERED": "1"})  # what a process had said that is ended
@@ -143,7 +150,7 @@ def _run_once(command: Sequence[str], journal: Path, deadline: float, output: IO
             now, grown = time.monotonic(), journal.stat().st_size
             if grown != size:
                 size, since = grown, now
-            if now >= deadline:
+            if now >= deadline or stop.is_set():
                 return "the time for all tests was over; what had not run was left out"
             if now - since >= (patience if size > before else PATIENCE):
                 return f"no end within {now - since:.0f} s; its process was ended"

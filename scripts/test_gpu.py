@@ -16,9 +16,11 @@ import argparse
 import json
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,14 +45,15 @@ LONGEST_FIGURES = 240.0
 """Seconds for one benchmark."""
 
 
-def run_tests(files: Sequence[str], arguments: Sequence[str], deadline: float, is_shown_late: bool = False) -> Outcomes:
+def run_tests(files: Sequence[str], arguments: Sequence[str], deadline: float, is_shown_late: bool = False,
+              stop: threading.Event | None = None) -> Outcomes:
     """Those of some files, in this order."""
     paths = [str(GPU_TESTS / f"test_gpu_{name}.py") for name in files]
     everything = [*paths, "-m", "gpu", "-rs", "-p", "no:cacheprovider", "--continue-on-collection-errors", *arguments]
     if not is_shown_late:
         return run_guarded(everything, deadline)
     with tempfile.TemporaryFile() as output:
-        outcomes = run_guarded(everything, deadline, output)
+        outcomes = run_guarded(everything, deadline, output, stop=stop)
         output.seek(0)
         shutil.copyfileobj(output, sys.stdout.buffer)
         sys.stdout.flush()
@@ -60,9 +63,14 @@ def run_tests(files: Sequence[str], arguments: Sequence[str], deadline: float, i
 def run_side_by_side(groups: Sequence[Sequence[str]], arguments: Sequence[str], deadline: float) -> Outcomes:
     """Those of groups of files, each in a process of its own."""
     outcomes = Outcomes()
+    stop = threading.Event()
     with ThreadPoolExecutor(len(groups)) as threads:
-        for found in threads.map(lambda files: run_tests(files, arguments, deadline, is_shown_late=True), groups):
-            outcomes.take(found)
+        try:
+            for found in threads.map(lambda files: run_tests(files, arguments, deadline, is_shown_late=True, stop=stop), groups):
+                outcomes.take(found)
+        except BaseException:  # Ctrl-C: it reaches none of the processes, which have their own sessions, and their threads are waited for
+            stop.set()
+            raise
     return outcomes
 
 
@@ -149,4 +157,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # nobody else would end the processes of tests
     sys.exit(main(sys.argv[1:]))

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import ModuleType
@@ -104,6 +105,20 @@ def test_each_file_of_tests_has_its_place(monkeypatch: pytest.MonkeyPatch) -> No
     command = script("test_gpu")
     named = [*command.ALONE, *sum(command.SIDE_BY_SIDE, ()), *command.LAST]
     assert sorted(named) == sorted(path.stem.removeprefix("test_gpu_") for path in (ROOT / "tests/gpu").glob("test_*.py"))
+
+
+def test_what_runs_side_by_side_is_stopped_by_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    command = script("test_gpu")
+
+    def run_tests(files: list[str], *_: object, stop: threading.Event, **__: object) -> None:
+        if files == ["interrupted"]:
+            raise KeyboardInterrupt
+        assert stop.wait(60)
+
+    monkeypatch.setattr(command, "run_tests", run_tests)
+    with pytest.raises(KeyboardInterrupt):
+        command.run_side_by_side([["interrupted"], ["long"]], [], 0.0)
 
 
 def test_no_variable_of_the_suite_is_taken_for_a_setting_of_a_cache() -> None:

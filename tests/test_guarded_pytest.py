@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,14 @@ def falls_over():
 
 def test_is_followed_by_an_error(falls_over):
     pass
+
+@pytest.fixture
+def hangs_at_the_end():
+    yield
+    time.sleep(600)
+
+def test_is_followed_by_a_hang(hangs_at_the_end):
+    pass
 """
 
 
@@ -67,11 +76,12 @@ def guarded() -> Iterator[ModuleType]:
     del sys.modules["guarded_pytest"]
 
 
-def run(guarded: ModuleType, folder: Path, text: str, *arguments: str, seconds: float = 300.0, patience: float = 10.0) -> Any:
+def run(guarded: ModuleType, folder: Path, text: str, *arguments: str, seconds: float = 300.0, patience: float = 10.0,
+        stop: threading.Event | None = None) -> Any:
     (folder / "test_days.py").write_text(text)
     with (folder / "output").open("wb") as output:
         everything = [str(folder), "-p", "no:cacheprovider", "--rootdir", str(folder), *arguments]
-        return guarded.run_guarded(everything, time.monotonic() + seconds, output, patience)
+        return guarded.run_guarded(everything, time.monotonic() + seconds, output, patience, stop)
 
 
 def test_every_test_has_its_turn_whatever_the_others_do(guarded: ModuleType, tmp_path: Path) -> None:
@@ -80,9 +90,10 @@ def test_every_test_has_its_turn_whatever_the_others_do(guarded: ModuleType, tmp
     assert by_test == {
         "test_first": "passed", "test_hangs": "failed", "test_after_one_that_hung": "passed", "test_ends_its_process": "failed",
         "test_breaks_the_device": "failed", "test_after_the_device_was_broken": "passed", "test_skips": "skipped",
-        "test_is_followed_by_an_error": "failed"}, (tmp_path / "output").read_text()
+        "test_is_followed_by_an_error": "failed", "test_is_followed_by_a_hang": "failed"}, (tmp_path / "output").read_text()
     assert [trouble.partition("::")[2].partition(";")[0] for trouble in outcomes.troubles] == [
-        "test_hangs: no end within 10 s", "test_ends_its_process: its process ended with exit code 9"]
+        "test_hangs: no end within 10 s", "test_ends_its_process: its process ended with exit code 9",
+        "test_is_followed_by_a_hang: no end within 10 s"]
     assert outcomes.exit_code() == 1
     assert "an illegal memory access" in (tmp_path / "output").read_text(), "what a test said before its process was ended"
 
@@ -91,6 +102,26 @@ def test_when_the_time_is_over_what_is_left_counts_as_failed(guarded: ModuleType
     outcomes = run(guarded, tmp_path, "def test_some():\n    pass", seconds=0.0)
     assert outcomes.exit_code() == 1
     assert "the time for all tests was over" in outcomes.troubles[0]
+
+
+def test_a_process_that_breaks_down_behind_its_tests_is_a_failure(guarded: ModuleType, tmp_path: Path) -> None:
+    outcomes = run(guarded, tmp_path, "import atexit, os\n\ndef test_some():\n    atexit.register(os._exit, 9)")
+    assert outcomes.counts() == {"passed": 1, "failed": 1, "skipped": 0}
+    assert outcomes.troubles == ["outside of tests: its process ended with exit code 9"]
+
+
+def test_whoever_runs_it_in_a_thread_can_stop_it(guarded: ModuleType, tmp_path: Path) -> None:
+    stop = threading.Event()
+    outcomes: list[Any] = []
+    hangs = f"import time, pathlib\n\ndef test_hangs():\n    pathlib.Path({str(tmp_path / 'begun')!r}).touch()\n    time.sleep(600)"
+    thread = threading.Thread(target=lambda: outcomes.append(run(guarded, tmp_path, hangs, patience=600.0, stop=stop)))
+    thread.start()
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.05)
+    stop.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert outcomes[0].exit_code() == 1
 
 
 def test_pytest_that_cannot_begin_is_a_failure_and_not_tried_again(guarded: ModuleType, tmp_path: Path) -> None:
