@@ -156,12 +156,17 @@ def _run_once(command: Sequence[str], journal: Path, deadline: float, output: IO
                 return f"no end within {now - since:.0f} s; its process was ended"
             time.sleep(_PAUSE)
     finally:
-        with suppress(ProcessLookupError):  # and with it what a test may have left behind
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # one that the driver holds on to stays for now
-            process.wait(_LAST_WAIT)
+        put_away(process)
     understood = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED, pytest.ExitCode.NO_TESTS_COLLECTED)
     return "" if process.returncode in understood else f"its process ended with exit code {process.returncode}"
+
+
+def put_away(process: subprocess.Popen[bytes]) -> None:
+    """End a process with a session of its own, and what it may have left behind in that."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):  # one that the driver holds on to stays for now
+        process.wait(_LAST_WAIT)
 
 
 if __name__ == "__main__":

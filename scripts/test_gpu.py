@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from guarded_pytest import Outcomes, run_guarded
+from guarded_pytest import Outcomes, put_away, run_guarded
 
 SCRIPTS = Path(__file__).resolve().parent
 GPU_TESTS = SCRIPTS.parent / "tests" / "gpu"
@@ -94,12 +94,14 @@ class Findings:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "figures.json"
             seconds = max(min(LONGEST_FIGURES, deadline - time.monotonic()), 0.0)
+            process = subprocess.Popen([sys.executable, str(SCRIPTS / "gpu_figures.py"), name, str(path)], start_new_session=True)
             try:
-                command = [sys.executable, str(SCRIPTS / "gpu_figures.py"), name, str(path)]
-                done = subprocess.run(command, check=False, timeout=seconds)
-                found = json.loads(path.read_text()) if path.exists() else {"error": f"its process ended with exit code {done.returncode}"}
+                code = process.wait(seconds)
+                found = json.loads(path.read_text()) if path.exists() else {"error": f"its process ended with exit code {code}"}
             except subprocess.TimeoutExpired:
                 found = {"error": f"no end within {seconds:.0f} s"}
+            finally:
+                put_away(process)
         report = found.get("report")
         if report is None:
             reason = f"{name}: not measured: {found.get('missing') or found['error']}"

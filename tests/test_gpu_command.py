@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -144,17 +145,28 @@ def test_figures_that_cannot_be_had_have_a_reason(monkeypatch: pytest.MonkeyPatc
 
 
 FIGURES = """
-import json, sys, time
+import json, subprocess, sys, time
 from pathlib import Path
 name, path = sys.argv[1:]
 if name == "hangs":
     time.sleep(600)
 if name == "ends":
+    helper = subprocess.Popen(["sleep", "600"])
+    Path(__file__).with_name("helper").write_text(str(helper.pid))
     sys.exit(3)
 config = {"command": "copy" if name == "copies" else "kernels", "notes": [f"a note of {name}"], "invalid": []}
 found = {"report": {"kvtier": "1", "machine": {"cpu": "some"}, "config": config, "results": [{"name": name}]}}
 Path(path).write_text(json.dumps({"error": "broken"} if name == "fails" else {"missing": "no room"} if name == "lacks" else found))
 """
+
+
+def wait_for_end(process: int) -> None:
+    status = Path(f"/proc/{process}/status")
+    deadline = time.monotonic() + 60
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while "(zombie)" not in status.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_what_one_benchmark_does_keeps_no_other_from_being_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
@@ -174,6 +186,7 @@ def test_what_one_benchmark_does_keeps_no_other_from_being_measured(monkeypatch:
     findings.measure("hangs", time.monotonic() + 1)
     findings.measure("fails", time.monotonic() + 300)
     findings.measure("ends", time.monotonic() + 300)
+    wait_for_end(int((tmp_path / "helper").read_text()))  # what it had started
     findings.measure("attention", time.monotonic() + 300)
     findings.show()
     written = json.loads(capsys.readouterr().out.splitlines()[-1])
