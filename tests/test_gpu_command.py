@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, CorruptBlock, TransferError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -117,6 +117,8 @@ def test_no_variable_of_the_suite_is_taken_for_a_setting_of_a_cache() -> None:
 @pytest.mark.parametrize(("error", "found"), [
     (ModuleNotFoundError("No module named 'cupy'", name="cupy"), {"missing": "the package 'cupy' is not installed"}),
     (ConfigError("device='cuda' needs CuPy"), {"missing": "device='cuda' needs CuPy"}),
+    (CorruptBlock("slot 3: the checksum is another"), {"error": "slot 3: the checksum is another"}),
+    (TransferError("copies hang"), {"error": "copies hang"}),
     (RuntimeError("CUDA error: an illegal memory access"), {"error": "CUDA error: an illegal memory access"}),
     (KeyError("warps"), {"error": "KeyError: 'warps'"})])
 def test_figures_that_cannot_be_had_have_a_reason(monkeypatch: pytest.MonkeyPatch, error: Exception, found: dict[str, str]) -> None:
