@@ -99,6 +99,30 @@ def test_the_sanitizer_runs_files_that_are_there_and_says_when_it_is_missing(tmp
     assert "compute-sanitizer is not on the PATH" in done.stderr
 
 
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_the_sanitizer_waits_for_cuda_and_tells_neighbours_apart(tmp_path: Path, tool: str) -> None:
+    python = tmp_path / "a python"
+    python.write_text('#!/bin/sh\nif [ "$1" = -c ]; then exit "$NO_GPU"; fi\necho staged\n')
+    sanitizer = tmp_path / "compute-sanitizer"
+    sanitizer.write_text('#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING" "$@"\n')
+    for file in (python, sanitizer):
+        file.chmod(0o700)
+
+    def sanitize(no_gpu: str) -> subprocess.CompletedProcess[str]:
+        around = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(python), "NO_GPU": no_gpu}
+        return subprocess.run(["/bin/bash", str(ROOT / "scripts/sanitize_gpu.sh"), tool, "-x"], env=around, capture_output=True, text=True,
+                              timeout=60, check=False)
+
+    done = sanitize("1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "torch sees no GPU" in done.stderr
+    said = sanitize("0").stdout.split()
+    assert said[:3] == ["1", "--tool", tool]
+    assert said[-1] == "-x"
+    assert said[said.index("--launch-timeout") + 1] == "0", "importing torch may take longer than the ten seconds that it waits for CUDA"
+    assert ("--padding" in said) == ("--report-api-errors" in said) == (tool == "memcheck"), "they are of memcheck"
+
+
 def test_each_file_of_tests_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     command = script("test_gpu")
