@@ -21,6 +21,9 @@ from kvtier.bench.gpu import WARM_UP, open_gpu_report
 from kvtier.bench.measure import Alternative, Spread, interleave
 from kvtier.bench.report import Report, require_memory, size_name, spread_row, throughput_row
 from kvtier.errors import ConfigError, TransferError
+from kvtier.io.copy_paths import Direction
+from kvtier.io.copy_tools import copy_tools
+from kvtier.io.cuda_stream import load_cuda
 from kvtier.io.device import open_device
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.host_arena import HostArena
@@ -79,12 +82,13 @@ def measure_gpu_copies(plan: GpuCopyPlan | None = None, device: str = "cuda") ->
     require_memory("the GPU copy benchmark", 2 * num_bytes, "end other programs")
     report = open_gpu_report("copy", device, plan.rounds, {
         "block_bytes": plan.group.block_bytes, "num_blocks": plan.num_blocks, "batch_blocks": plan.batch_blocks, "layout": "block-first"})
-    report.note("Slots are scattered: a cudaMemcpyAsync for each block. The limit is one call for all of them, on memory of its own. "
-                "submit: what the calling thread spends in issue.")
     with _Stage(plan, device) as stage:
         for number, directions in enumerate([[(PRIMARY, SECONDARY)], [(SECONDARY, PRIMARY)], [(PRIMARY, PRIMARY)],
                                              [(PRIMARY, SECONDARY), (SECONDARY, PRIMARY)]]):
             _measure(stage, report, directions, seed=number)
+        # Afterwards: a way that fails is given up.
+        report.note(f"Slots are scattered. Blocks go {stage.ways()}. The limit is one call for all of them, on memory of its own. "
+                    "submit: what the calling thread spends in issue.")
     return report
 
 
@@ -114,6 +118,7 @@ class _Stage:
         self._on_gpu = device != "cpu"
         with contextlib.ExitStack() as undo:
             opened = open_device(device)
+            self._device = opened.name
             self.pools = GroupPools(group, PrimaryPool(group, num_blocks, opened.name),
                                     HostArena(num_blocks, group.block_bytes, pin=self._on_gpu))
             undo.callback(self.pools.close)
@@ -143,6 +148,13 @@ class _Stage:
         """A Move that a ledger would have decided on."""
         self._next_number += 1
         return Move(self._next_number, 0, self._next_number, source, 0, destination, 0)
+
+    def ways(self) -> str:
+        """How blocks are copied, by direction."""
+        if not self._on_gpu:
+            return "by the host"
+        tools = copy_tools(load_cuda(), self._device)
+        return ", ".join(f"{direction.value}: {tools.path(direction, self.plan.group.block_bytes).value}" for direction in Direction)
 
     def finish(self) -> None:
         """Wait on the host for everything the device was given."""

@@ -94,7 +94,8 @@ def measure_gds(directory: Path | None = None, quick: bool = False, device: str 
                 with _stage(plan, geometry, folder / f"{threads}-{task}", threads, task, open_path) as stage:
                     rate = _measure(report, stage, f"{threads}x{size_name(task)}")
                 best = max(best, (rate, f'gds_threads={threads}, gds_task_size="{size_name(task)}"'))
-        report.note(f"Fastest reads here: {best[1]}.")
+        report.note(f"gds: {plan.num_blocks} blocks, {plan.at_once} at the same time. "
+                    + (f"Fastest reads here: {best[1]}." if best[0] else "No reads held."))
     return report
 
 

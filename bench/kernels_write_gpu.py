@@ -73,7 +73,8 @@ def measure_gpu_write(plan: GpuWritePlan | None = None, device: str = "cuda") ->
     report = open_gpu_report("kernels, write path", device, plan.rounds, {
         "tokens": plan.tokens, "kv_heads": plan.heads, "head_dim": plan.head_dim, "query_heads": plan.heads * plan.group})
     report.note(f"writes: {plan.tokens} tokens of one sequence, {plan.heads} KV heads of {plan.head_dim}; GB/s of bytes read and written, "
-                "from the call until the device is done. The size in a row's name is one page of keys.")
+                "from the call until the device is done. The size in a row's name is one page of keys. partial_copy: one call for half of "
+                "the blocks, which first checks a Python list of them.")
     for page_tokens in plan.page_tokens:
         _measure_pages(report, plan, device, page_tokens)
     _measure_nvfp4(report, plan, device)
@@ -117,7 +118,8 @@ def _measure_pages(report: Report, plan: GpuWritePlan, device: str, page_tokens:
         queries = qkv[:, :plan.group * heads * dim].view_as(out)
         return check_append() if torch.equal(out, queries) else "wrong queries"
 
-    _measure(report, plan, device, f"kernels/fused_write/bfloat16/{size}", fused, 2 * qkv.numel() * 2, check_fused)
+    _measure(report, plan, device, f"kernels/fused_write/bfloat16/{size}", fused,
+             2 * qkv.numel() * 2 + 2 * angles.numel() * 4, check_fused)
 
     if page_tokens < 2:
         return

@@ -39,16 +39,16 @@ def measure(name: str) -> Report:
 
 def found(name: str) -> dict[str, object]:
     """What is written."""
-    from kvtier.errors import KVTierError
+    from kvtier.errors import ConfigError, KVTierError
 
     try:
         report = measure(name)
     except ModuleNotFoundError as error:
         return {"missing": f"the package {error.name!r} is not installed"}
-    except KVTierError as error:
+    except ConfigError as error:
         return {"missing": str(error)}
-    except Exception as error:  # torch's, CuPy's, Triton's, the driver's
-        return {"error": str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"}
+    except Exception as error:  # ours: a copy that hangs, a wrong byte; torch's, CuPy's, Triton's, the driver's
+        return {"error": str(error) if isinstance(error, (KVTierError, RuntimeError)) else f"{type(error).__name__}: {error}"}
     report.finish(None)
     return {"report": report.as_json()}
 

@@ -14,14 +14,19 @@ if ! command -v compute-sanitizer >/dev/null; then
     exit 2
 fi
 python=${PYTHON:-python3}
+if ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+    echo "scripts/sanitize_gpu.sh: torch sees no GPU; run it on a machine with one (nvidia-smi shows what the driver sees)" >&2
+    exit 2
+fi
 PYTHONPATH="$("$python" scripts/stage.py)${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONPATH
-# Each tensor an allocation of its own: in torch's large blocks the byte behind one belongs to the next. No graph can be captured so, and
-# what waits on purpose, or takes gigabytes, has nothing to find here.
+# Each tensor an allocation of its own, and memcheck's padding behind it: in torch's large blocks, and of neighbouring allocations too, the
+# byte behind one belongs to the next. No graph can be captured so, and what waits on purpose, or takes gigabytes, has nothing to find here.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 memory=()
-if [ "$tool" = memcheck ]; then memory=(--report-api-errors no); fi  # tests make calls that CUDA refuses
-exec compute-sanitizer --tool "$tool" "${memory[@]}" --target-processes application-only --error-exitcode 3 \
+if [ "$tool" = memcheck ]; then memory=(--padding 65536 --report-api-errors no); fi  # tests make calls that CUDA refuses
+# By itself it waits ten seconds for the first call of CUDA, which comes after the imports, and then lets the tests run unwatched.
+exec compute-sanitizer --tool "$tool" "${memory[@]}" --launch-timeout 0 --target-processes application-only --error-exitcode 3 \
     "$python" -m pytest -m gpu -q -rs -p no:cacheprovider -k "not captured and not beyond and not the_engine" \
     tests/gpu/test_gpu_kernels.py tests/gpu/test_gpu_kernels_write.py tests/gpu/test_gpu_attention.py tests/gpu/test_gpu_direct_rows.py \
     tests/gpu/test_gpu_copies.py tests/gpu/test_gpu_copy_paths.py tests/gpu/test_gpu_sections.py "$@"

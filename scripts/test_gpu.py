@@ -114,7 +114,11 @@ class Findings:
             self._config[key] += report["config"].pop(key)
         if not self.has_figures:  # the settings of the others are in their notes
             self._config |= report["config"]
-            self._document["machine"] |= report["machine"]
+        # The drive's mount comes with the last; the driver's files, which tell reports the GPU's name, may be hidden in a container.
+        gpu = self._document["machine"]["gpu"]
+        self._document["machine"] |= report["machine"]
+        if gpu not in self._document["machine"]["gpu"]:
+            self._document["machine"]["gpu"] = gpu
         self._document["results"] += report["results"]
         self.has_figures = True
 

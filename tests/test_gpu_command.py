@@ -17,7 +17,7 @@ from types import ModuleType
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, CorruptBlock, TransferError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -101,6 +101,30 @@ def test_the_sanitizer_runs_files_that_are_there_and_says_when_it_is_missing(tmp
     assert "compute-sanitizer is not on the PATH" in done.stderr
 
 
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_the_sanitizer_waits_for_cuda_and_tells_neighbours_apart(tmp_path: Path, tool: str) -> None:
+    python = tmp_path / "a python"
+    python.write_text('#!/bin/sh\nif [ "$1" = -c ]; then exit "$NO_GPU"; fi\necho staged\n')
+    sanitizer = tmp_path / "compute-sanitizer"
+    sanitizer.write_text('#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING" "$@"\n')
+    for file in (python, sanitizer):
+        file.chmod(0o700)
+
+    def sanitize(no_gpu: str) -> subprocess.CompletedProcess[str]:
+        around = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(python), "NO_GPU": no_gpu}
+        return subprocess.run(["/bin/bash", str(ROOT / "scripts/sanitize_gpu.sh"), tool, "-x"], env=around, capture_output=True, text=True,
+                              timeout=60, check=False)
+
+    done = sanitize("1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "torch sees no GPU" in done.stderr
+    said = sanitize("0").stdout.split()
+    assert said[:3] == ["1", "--tool", tool]
+    assert said[-1] == "-x"
+    assert said[said.index("--launch-timeout") + 1] == "0", "importing torch may take longer than the ten seconds that it waits for CUDA"
+    assert ("--padding" in said) == ("--report-api-errors" in said) == (tool == "memcheck"), "they are of memcheck"
+
+
 def test_each_file_of_tests_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     command = script("test_gpu")
@@ -133,6 +157,8 @@ def test_no_variable_of_the_suite_is_taken_for_a_setting_of_a_cache() -> None:
 @pytest.mark.parametrize(("error", "found"), [
     (ModuleNotFoundError("No module named 'cupy'", name="cupy"), {"missing": "the package 'cupy' is not installed"}),
     (ConfigError("device='cuda' needs CuPy"), {"missing": "device='cuda' needs CuPy"}),
+    (CorruptBlock("slot 3: the checksum is another"), {"error": "slot 3: the checksum is another"}),
+    (TransferError("copies hang"), {"error": "copies hang"}),
     (RuntimeError("CUDA error: an illegal memory access"), {"error": "CUDA error: an illegal memory access"}),
     (KeyError("warps"), {"error": "KeyError: 'warps'"})])
 def test_figures_that_cannot_be_had_have_a_reason(monkeypatch: pytest.MonkeyPatch, error: Exception, found: dict[str, str]) -> None:
@@ -155,7 +181,8 @@ if name == "ends":
     Path(__file__).with_name("helper").write_text(str(helper.pid))
     sys.exit(3)
 config = {"command": "copy" if name == "copies" else "kernels", "notes": [f"a note of {name}"], "invalid": []}
-found = {"report": {"kvtier": "1", "machine": {"cpu": "some"}, "config": config, "results": [{"name": name}]}}
+machine = {"cpu": "some", "gpu": "none"} | ({"mount": "/drive"} if name == "attention" else {})
+found = {"report": {"kvtier": "1", "machine": machine, "config": config, "results": [{"name": name}]}}
 Path(path).write_text(json.dumps({"error": "broken"} if name == "fails" else {"missing": "no room"} if name == "lacks" else found))
 """
 
@@ -192,7 +219,7 @@ def test_what_one_benchmark_does_keeps_no_other_from_being_measured(monkeypatch:
     written = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["name"] for row in written["results"]] == ["copies", "attention"]
     assert written["config"]["command"] == "copy"
-    assert written["machine"]["gpu"] == "a GPU that is not there"
+    assert written["machine"].items() >= {"gpu": "a GPU that is not there", "cpu": "some", "mount": "/drive"}.items()
     assert [each["name"] for each in written["config"]["invalid"]] == ["hangs", "fails", "ends"]
     assert written["config"]["notes"][:2] == ["lacks: not measured: no room", "a note of copies"]
     assert findings.exit_code() == 1

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvtier.bench import copy_gpu
 from kvtier.bench.copy_gpu import GpuCopyPlan, measure_gpu_copies
 from kvtier.errors import ConfigError
 from kvtier.io.copiers import Copier, HostCopier, open_copiers
+from kvtier.io.copy_paths import CopyPath, CopyPaths, Direction
+from kvtier.io.copy_tools import CopyTools
 from kvtier.pools.group_pools import GroupPools
 from kvtier.pools.host_arena import HostArena
 from kvtier.pools.layout import KVLayout
@@ -32,6 +35,20 @@ def test_there_is_a_row_for_each_direction_beside_one_large_copy_of_the_same_run
         assert rows[name]["low"] <= rows[name]["median"] <= rows[name]["high"]
         assert rows[f"{name}/submit"]["unit"] == "us/block"
     assert GpuCopyPlan().num_blocks * GpuCopyPlan().group.block_bytes == 1 << 30
+
+
+def test_the_note_names_the_ways_that_blocks_of_this_size_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {Direction.UP: ((4096, CopyPath.KERNEL), (1 << 20, CopyPath.BATCH)), Direction.DOWN: ((4096, CopyPath.BATCH),),
+              Direction.WITHIN: ((4096, CopyPath.KERNEL),)}
+    tools = CopyTools(None, paths=CopyPaths(chosen), missing={CopyPath.KERNEL: "it was given up"})  # type: ignore[arg-type]
+    monkeypatch.setattr(copy_gpu, "load_cuda", lambda: None)
+    monkeypatch.setattr(copy_gpu, "copy_tools", lambda *_: tools)
+    with copy_gpu._Stage(TINY, "cpu") as stage:
+        assert stage.ways() == "by the host"
+        stage._on_gpu = True
+        assert stage.ways() == "host to device: one batch, device to host: one batch, within the device: a call for each"
+        stage._on_gpu = False
+    assert "Blocks go by the host." in measure_gpu_copies(SMALL_BLOCKS, device="cpu").notes[0]
 
 
 class WrongByte:

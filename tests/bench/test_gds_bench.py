@@ -49,7 +49,7 @@ def test_each_setting_has_a_row_for_each_direction_and_the_best_is_named(tmp_pat
         f"gds/{verb}/64KiB/{setting}" for setting in ("1x4KiB", "1x64KiB", "2x4KiB", "2x64KiB") for verb in ("write", "read")]
     assert all(row["limit"]["name"] == "KvikIO alone" and row["ratio"] > 0 for row in written["results"])
     assert written["config"]["compiled"] is compiled()
-    assert "gds_threads=" in written["config"]["notes"][-1]
+    assert written["config"]["notes"][-1].startswith("gds: 6 blocks, 2 at the same time. Fastest reads here: gds_threads=")
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
@@ -79,7 +79,9 @@ def test_blocks_that_went_through_the_host_are_no_figures_of_this_way(tmp_path: 
         row.start_read = arm_for_ours  # type: ignore[method-assign]
         return path
 
-    assert measure_gds(tmp_path, plan=plan, open_path=open_path).finish(None) == 1
+    report = measure_gds(tmp_path, plan=plan, open_path=open_path)
+    assert report.finish(None) == 1
+    assert report.notes[-1].endswith("No reads held.")
 
 
 def test_a_wrong_byte_ends_it(tmp_path: Path) -> None:
