@@ -100,7 +100,9 @@ class GenerationCache(Cache):
             output = model.generate(input_ids, cache=cache, max_new_tokens=50)
             cache.keep(output[0])
 
-    Give ``generate`` the whole prompt, without padding: it computes only what is not there. Leaving the block stores the prompt, and what
+    Give ``generate`` the whole prompt of the request, without padding: it computes only what is not there. A cache sees how many tokens
+    there are and not which: another prompt of another length is noticed, and nothing of it stored; **one of the same length is stored as
+    the request's, and later answers are wrong**. Leaving the block stores the prompt, and what
     :meth:`keep` was given; after an error nothing new is stored. Several beams or several answers to one prompt may share one cache; then
     only the prompt is stored. Caches of different prompts can be used at the same time, in different threads too.
 
@@ -135,6 +137,9 @@ class GenerationCache(Cache):
         self._kept: list[int] | None = None
         self._num_certain = len(self._prompt)  # leading tokens of the layers that are the prompt's, or of what was kept
         self._is_doubtful = False  # tokens came that need not be those that were said
+        self._num_computed = 0  # tokens that the layers had at the most
+        self._pass_size = 0  # tokens of the newest forward pass
+        self._goes_beyond = False  # several tokens came at the prompt's end or over it: a longer prompt, unless a draft is taken back now
         self._is_open = True
         self.reused_tokens = 0
         layers = self._begin(request, load_timeout)
@@ -166,27 +171,25 @@ class GenerationCache(Cache):
                                f"{len(self._prompt)}; pass one row of what generate returned, the prompt included")
         self._kept = kept
         self._num_certain = self.get_seq_length()
+        self._goes_beyond = False
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *arguments: Any,
                **keywords: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Take in what a layer has computed, of the tokens behind those that it has."""
-        length, count = self._layers[layer_idx].get_seq_length(), key_states.shape[-2]
-        if layer_idx == 0 and count > length > 0 and length + count > len(self._prompt) and not self._is_doubtful:
-            self._is_doubtful = True
-            _log.warning("request %d: %d tokens were computed behind %d, and the prompt has %d: nothing is stored. If all of it was given "
-                         "once more: assisted decoding takes no cache that has part of the prompt; pass Request(..., skip_read=True)",
-                         self._request.id, count, length, len(self._prompt))
+        if layer_idx == 0 and not self._is_doubtful:
+            self._doubt(self._layers[0].get_seq_length(), key_states.shape[-2])
         return super().update(key_states, value_states, layer_idx, *arguments, **keywords)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back ``-tokens_to_remove`` tokens. They are not stored, nor what comes in their place, but see :meth:`keep`."""
         super().crop(tokens_to_remove)
         self._num_certain = min(self._num_certain, self.get_seq_length())
+        self._goes_beyond, self._pass_size = False, 0
 
     def reset(self) -> None:
         """Take back all tokens, those that were reused too; as of :meth:`crop`."""
         super().reset()  # type: ignore[no-untyped-call]
-        self._num_certain = 0
+        self._num_certain = self._pass_size = 0
 
     @property
     def is_croppable(self) -> bool:
@@ -207,6 +210,26 @@ class GenerationCache(Cache):
             self._tier.refresh()
 
     # -- inside ----------------------------------------------------------------------------------------------------------
+
+    def _doubt(self, length: int, count: int) -> None:
+        """Whether ``count`` tokens behind ``length`` may be others than those of the prompt. A cache sees no tokens, only how many there
+        are: a pass that begins in the prompt ends in it too, one that is smaller than the pass before it is the last of it, and behind it
+        comes one token, or a draft that is taken back."""
+        end, prompt = length + count, len(self._prompt)
+        is_prompt = self._kept is None and length <= prompt <= self._num_certain  # not what was looked at, or is not stored anyway
+        if (count > length > 0 and end > prompt) or (is_prompt and 0 < length < prompt < end):
+            what = (f"{count} tokens were computed behind {length}, and the prompt has {prompt}. If all of it was given once more: "
+                    "assisted decoding takes no cache that has part of the prompt; pass Request(..., skip_read=True)")
+        elif is_prompt and end < prompt and count < self._pass_size:
+            what = (f"passes of {self._pass_size} and of {count} tokens end before the prompt's {prompt}: another prompt was given to the "
+                    "model than to the request, or in unequal parts")
+        else:
+            self._goes_beyond |= is_prompt and end > prompt and count > 1
+            self._pass_size = count
+            self._num_computed = max(self._num_computed, end)
+            return
+        self._is_doubtful = True
+        _log.warning("request %d: %s. Nothing is stored", self._request.id, what)
 
     def _begin(self, request: Request, load_timeout: float) -> list[_Layer] | None:
         """Admit the prompt and copy out what there is of it. None, and nothing admitted, when that does not come or turns out bad."""
@@ -246,6 +269,10 @@ class GenerationCache(Cache):
         lengths = {layer.get_seq_length() for layer in self._layers}
         end = min(*lengths, self._num_certain)
         if end <= self.reused_tokens or self._is_doubtful or len(lengths) > 1:  # several: of a forward pass that failed and was repeated
+            return False
+        if self._goes_beyond or self._num_computed < len(self._prompt):
+            _log.warning("request %d: the model was given %s tokens, and the prompt has %d: another prompt than the request's? Nothing is "
+                         "stored", self._request.id, "more" if self._goes_beyond else self._num_computed, len(self._prompt))
             return False
         tier, request_id = self._tier, self._request.id
         # With the newest token in place, the one before it can be stored. An answer may be longer than the tier's sequences.

@@ -87,6 +87,26 @@ def test_only_what_is_not_there_is_computed(model, open_tier, prompts):
     assert seen == [len(prompts[0]) + 2 - reused, 1, 1]
 
 
+@pytest.mark.parametrize("chunks", [{}, {"prefill_chunk_size": 5}])
+@pytest.mark.parametrize(("said", "given"), [(slice(0, 37), slice(3, 33)), (slice(0, 30), slice(2, 37)), (slice(0, 30), slice(0, 37)),
+                                             (slice(0, 37), slice(0, 30))])
+@pytest.mark.parametrize("new_tokens", [1, 4, 12])
+@pytest.mark.parametrize("has_prefix", [False, True])
+def test_another_prompt_than_the_request_is_not_stored_as_the_requests(model, open_tier, generated, prompts, caplog, said, given,
+                                                                        new_tokens, has_prefix, chunks):
+    tier = open_tier()
+    text = prompts[0]
+    assert len(text) == 37
+    if has_prefix:
+        answer(model, tier, 0, text[:8], 1)
+    with GenerationCache(tier, Request(1, text[said])) as cache:
+        generate(model, text[given], new_tokens, cache=cache, **chunks)
+    tokens, reused = answer(model, tier, 2, [*text[said], 5, 6], 6)
+    assert tokens == generated([*text[said], 5, 6], 6)
+    assert reused <= 8
+    assert "Nothing is stored" in caplog.text
+
+
 def test_prompts_over_three_levels_come_back_from_each(model, open_tier, generated, prompts):
     tier = open_tier(primary="24 blocks", secondary="10 blocks", nvme="100 blocks")
     for turn in range(2):
