@@ -90,7 +90,10 @@ reference: $(READY)
 	PYTHONPATH="$$($(BIN)/python scripts/stage.py)" $(BIN)/python scripts/reference.py
 
 # For a machine with a GPU that has torch, triton and cupy already; installs nothing, so it takes the system's Python.
+HAS_TESTED := import sys; from importlib.util import find_spec; sys.exit(not (find_spec("pytest") and find_spec("torch")))
 test-gpu:
+	@$(PYTHON) -c '$(HAS_TESTED)' || { echo "make test-gpu: $(PYTHON) has no pytest or no torch, and nothing is installed here: activate an" \
+		"environment that has both, and CuPy, or name its interpreter, make test-gpu PYTHON=.venv/bin/python" >&2; exit 2; }
 	PYTHONPATH="$$($(PYTHON) scripts/stage.py)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) scripts/test_gpu.py $(ARGS)
 
 # The tests of kernels and copies under compute-sanitizer, there; ARGS=racecheck (memcheck, initcheck, synccheck) chooses the tool.

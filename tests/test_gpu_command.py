@@ -223,3 +223,16 @@ def test_what_one_benchmark_does_keeps_no_other_from_being_measured(monkeypatch:
     assert [each["name"] for each in written["config"]["invalid"]] == ["hangs", "fails", "ends"]
     assert written["config"]["notes"][:2] == ["lacks: not measured: no room", "a note of copies"]
     assert findings.exit_code() == 1
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_an_interpreter_that_lacks_what_it_needs_is_named_in_a_line(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # without packages
+    python.chmod(0o755)
+    around = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MAKEFLAGS")}
+    found = subprocess.run(["make", "test-gpu", f"PYTHON={python}"], cwd=ROOT, env=around, capture_output=True, text=True, timeout=60,
+                           check=False)
+    assert found.returncode == 2
+    assert f"make test-gpu: {python} has no pytest or no torch" in found.stderr
+    assert "Traceback" not in found.stderr

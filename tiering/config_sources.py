@@ -137,7 +137,7 @@ def read_file(path: Path) -> dict[str, object]:
     """
     if os.path.isdir(path):  # unlike Path.is_dir, never an error
         raise ConfigError(f"config file {path}: is a folder; name a .yaml, .yml or .toml file")
-    if path.suffix not in (".yaml", ".yml", ".toml"):
+    if path.suffix not in (".yaml", ".yml", ".toml") and os.path.exists(path):  # of one that is missing, this is said below
         raise ConfigError(f"config file {path}: unknown kind {path.suffix!r}; use a .yaml, .yml or .toml file")
     try:
         text = path.read_text(encoding="utf-8")

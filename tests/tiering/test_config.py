@@ -342,6 +342,8 @@ def test_a_deep_list_in_the_environment_is_a_config_error(monkeypatch: pytest.Mo
 
 
 def test_a_missing_file_is_a_config_error_also_as_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="config file /nowhere/settings: cannot be read"):
+        TierConfig.from_file("/nowhere/settings")
     with pytest.raises(ConfigError, match="cannot be read"):
         TierConfig.from_file(tmp_path / "none.yaml")
     monkeypatch.setenv("KVTIER_CONFIG", str(tmp_path / "none.yaml"))

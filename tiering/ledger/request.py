@@ -49,6 +49,8 @@ def token_bytes(tokens: object, name: str = "tokens") -> bytes:
     except (OverflowError, TypeError):
         pass  # which value it was, and why, is said below
     for position, value in enumerate(values):
+        if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+            raise RequestError(f"{name}[{position}] is a {type(value).__name__}: pass one dimension of token ids, one row of a batch")
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise RequestError(f"{name}[{position}]={value!r}: token ids are whole numbers")
         if not INT32_MIN <= value <= INT32_MAX:

@@ -175,7 +175,7 @@ def test_a_prompt_has_at_least_one_token(tokens: object) -> None:
     ([1, 2.5], r"tokens\[1\]=2.5: token ids are whole numbers"),
     (np.zeros((3, 2), dtype=np.int64), "2 dimensions; pass one dimension"),
     (np.zeros(3, dtype=np.float16), "format 'e'; pass int32"),
-    (Tensor([[1, 2], [3, 4]]), r"tokens\[0\]=\[1, 2\]: token ids are whole numbers"),
+    (Tensor([[1, 2], [3, 4]]), r"tokens\[0\] is a list: pass one dimension of token ids"),
     (Tensor([1.0]), r"tokens\[0\]=1.0: token ids are whole numbers"),
     (Tensor([True]), r"tokens\[0\]=True: token ids are whole numbers"),
     (Tensor(5), "tokens=Tensor: pass a sequence of ints"),
