@@ -102,9 +102,9 @@ class GenerationCache(Cache):
 
     Give ``generate`` the whole prompt of the request, without padding: it computes only what is not there. A cache sees how many tokens
     there are and not which: another prompt of another length is noticed, and nothing of it stored; **one of the same length is stored as
-    the request's, and later answers are wrong**. Leaving the block stores the prompt, and what
-    :meth:`keep` was given; after an error nothing new is stored. Several beams or several answers to one prompt may share one cache; then
-    only the prompt is stored. Caches of different prompts can be used at the same time, in different threads too.
+    the request's, and later answers are wrong**. Leaving the block stores the prompt, and what :meth:`keep` was given; after an error
+    nothing new is stored. Several beams or several answers to one prompt may share one cache; then only the prompt is stored. Caches of
+    different prompts can be used at the same time, in different threads too.
 
     Assisted decoding computes the whole prompt, whatever a cache has of it: give it a request with ``skip_read=True``. With another one it
     ends in a ValueError of transformers', as soon as something is reused.

@@ -6,6 +6,7 @@ TensorRT-LLM's capacity and micro-batch schedulers.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -21,26 +22,26 @@ AdmissionName = Literal["max_utilization", "guaranteed_no_evict"]
 ChunkingName = Literal["first_come_first_served", "equal_progress"]
 
 
-class AdmissionPolicy:
+class AdmissionPolicy(ABC):
     """When a request may start. Counts are primary blocks by group."""
 
     def __init__(self, cache: KVCacheManager) -> None:
         self._cache = cache
         self._groups = range(len(cache.layout.groups))
 
+    @abstractmethod
     def needed(self, request: int | Request) -> list[int]:
         """Blocks that a request, or the active one with this id, is going to need, as far as the policy looks ahead."""
-        raise NotImplementedError
 
     def room(self, active: Collection[ServedSequence]) -> list[int]:
         """Free blocks that no active request is going to need. A request starts if it needs no more than these."""
         needed = [self.needed(sequence.id) for sequence in active]
         return [self._cache.num_free_blocks(Level.PRIMARY, group=group) - sum(counts[group] for counts in needed) for group in self._groups]
 
+    @abstractmethod
     def victims(self, ending: Collection[ServedSequence], growing: Collection[ServedSequence],
                 active: Collection[ServedSequence]) -> list[ServedSequence]:
         """Whom to pre-empt before a step, so that those growing by a token find room. Active ones are in order of admission."""
-        raise NotImplementedError
 
 
 class GuaranteedNoEvict(AdmissionPolicy):
